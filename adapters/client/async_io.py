@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-from .client_steps import StepRequest
+from .client_steps import StepRequest, call_plainly
 from .connection import LIMITS, ClientSettings
 from .exchange.retry import Retry
 from .local_app import Application, AsyncTransport
@@ -168,5 +168,5 @@ async def call_function(step: StepRequest) -> Any:
     """
     if inspect.iscoroutinefunction(step.function):
         return await step.function(**step.args)
-    value = await asyncio.to_thread(step.function, **step.args)
+    value = await asyncio.to_thread(call_plainly, step)
     return await value if inspect.isawaitable(value) else value

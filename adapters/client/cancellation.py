@@ -1,7 +1,8 @@
 """Context managers that cancel a program if the block that uses it does not complete.
 
 Invariants: the exception of the block is raised unchanged. An error of the cancellation itself is
-ignored, for example if the client was closed meanwhile.
+ignored, for example if the client was closed meanwhile. If the block could not reach the server,
+the program is not cancelled: the caller has already waited as long as `Retry` allows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from conure.server.program.errors import ConureError
 
 from .async_client import AsyncRun
+from .exchange.problems import ServerUnreachableError
 from .sync_client import Run
 
 
@@ -20,6 +22,8 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
     """Cancel the program if the block raises."""
     try:
         yield
+    except ServerUnreachableError:
+        raise
     except BaseException:
         with contextlib.suppress(ConureError, RuntimeError):
             run.cancel()
@@ -33,7 +37,7 @@ def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
     """
 
     async def cancel_if_failed(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+        if kind is not None and not issubclass(kind, ServerUnreachableError):
             with contextlib.suppress(ConureError, RuntimeError):
                 await run.cancel()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import replace
 from typing import Any, Final, Self
 
 from .async_client import AsyncClient
@@ -94,15 +93,11 @@ class SharedClient:
         timeout_s: float | None,
         headers: tuple[tuple[str, str], ...],
     ) -> None:
-        retry = Retry(max_retries=max_retries)
-        if timeout_s is not None:
-            first_s = min(retry.first_contact_timeout_s, timeout_s)
-            retry = replace(retry, first_contact_timeout_s=first_s).within(timeout_s)
         self._create = functools.partial(
             Client,
             base_url,
             timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else min(DEFAULT_TIMEOUT_S, timeout_s),
-            retry=retry,
+            retry=Retry(max_retries=max_retries).bounded(timeout_s),
             headers=dict(headers),
         )
         self._lock = threading.Lock()

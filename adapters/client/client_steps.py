@@ -75,6 +75,20 @@ class StepRequest(NamedTuple):
     function: Function
 
 
+def call_plainly(step: StepRequest) -> Any:
+    """Call the function of a step and return what it returns: JSON, or an awaitable.
+
+    Raises:
+        RuntimeError: if the function raises StopIteration, which no coroutine can pass on.
+        Exception: what the function raises.
+    """
+    try:
+        return step.function(**step.args)
+    except StopIteration as problem:
+        message = f"the function raised StopIteration({problem.value!r}); return a value instead"
+        raise RuntimeError(message) from problem
+
+
 class ClientStepDeduplicator:
     """Remembers which step requests one client has run, over all its runs."""
 
@@ -95,12 +109,11 @@ class ClientStepDeduplicator:
         Args:
             program_id: id of the program.
             outputs: names of its outputs.
-            status: of a program that was submitted earlier: its ended steps are not run again.
+            status: of a program that was submitted earlier: its ended steps and the expired
+                attempts at a step are not run again.
             program: the program itself, if it is known.
         """
-        variables = {} if status is None else status.variables
-        ended = frozenset(name for name, each in variables.items() if each.status in ENDED)
-        return ClientStepSession(self, program_id, outputs, ended, Failures(program))
+        return ClientStepSession(self, program_id, outputs, status, Failures(program))
 
     def close(self, program_id: str) -> None:
         """Record the end of a program. The oldest ended programs are forgotten."""
@@ -132,13 +145,14 @@ class ClientStepSession:
         deduplicator: ClientStepDeduplicator,
         program_id: str,
         outputs: list[str],
-        ended: frozenset[str],
+        status: ProgramStatus | None,
         failures: Failures,
     ) -> None:
         self._deduplicator = deduplicator
         self._queued: set[str] = set()
         """Request ids of steps whose functions have not begun."""
-        self._ended = ended
+        self._status = status
+        """When the session began, of a program that was submitted earlier."""
         self._program_id = program_id
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
@@ -151,7 +165,7 @@ class ClientStepSession:
         """Record an event; return the step to run if the event requests a new one."""
         data = event.data
         if event.type == "client.requested":
-            if data["output"] in self._ended:
+            if self._has_ended(data):
                 return None
             if not self._deduplicator.claim(self._program_id, data["request_id"]):
                 return None
@@ -169,6 +183,16 @@ class ClientStepSession:
         elif event.type == "program.finished":
             self._last_event = data
         return None
+
+    def _has_ended(self, request: Mapping[str, Any]) -> bool:
+        """Return whether a request was answered or has expired when the session began."""
+        if self._status is None:
+            return False
+        output = self._status.variables.get(request["output"])
+        if output is not None and output.status in ENDED:
+            return True
+        node = self._status.nodes.get(request["node"])
+        return node is not None and request.get("attempt", 0) < node.attempt
 
     def begin(self, step: StepRequest) -> None:
         """Record that the function of a step begins."""

@@ -229,9 +229,9 @@ class AttachedStream(NamedTuple):
     response: httpx.Response
     types: Collection[EventType] | None
 
-    def serves(self, after: int, types: Collection[EventType] | None) -> bool:
-        """Return whether the stream serves a reader of these events."""
-        return not after and self.types == types
+    def serves(self, reader: EventReader) -> bool:
+        """Return whether the stream has the events of a reader, from the first to the last."""
+        return reader.is_complete and self.types == reader.types
 
 
 class EventReader:
@@ -245,17 +245,34 @@ class EventReader:
         types: Collection[EventType] | None,
         *,
         follow: bool = True,
+        retry: Retry | None = None,
     ) -> None:
+        """Start before the first connection.
+
+        Args:
+            settings: of the client.
+            program: its id.
+            after: skip events with this sequence number or a lower one.
+            types: only events of these types, and the last event. None: all events.
+            follow: wait for new events until the program ends.
+            retry: instead of the policy of the client.
+        """
         self.is_over = False
         """The program's last event was returned."""
+        self.types = types
+        self.is_complete = follow and not after
+        """Whether all events of the program are read."""
+        self.program = program
+        self.retry = retry or settings.retry
         self._settings = settings
         self._path = f"{program_path(program)}/events"
-        self._types = types
         self._follow = follow
         self._cursor = Cursor(after)
         self._num_failures = 0
-        """Refused or empty connections since the last event."""
-        self._outage = OutageTimer(settings.retry)
+        """Refused or empty connections since the last event. Both lengthen the delay."""
+        self._num_refusals = 0
+        """Refused connections since the server last sent something."""
+        self._outage = OutageTimer(self.retry)
         self._delay_s = 0.0
         self._is_empty = True
         """Whether no event was received on the current connection."""
@@ -272,7 +289,7 @@ class EventReader:
             "url": self._path,
             "params": {
                 "after": str(self._cursor.after),
-                **types_query(self._types),
+                **types_query(self.types),
                 **({} if self._follow else {"follow": "false"}),
             },
             "headers": EVENT_HEADERS,
@@ -287,6 +304,7 @@ class EventReader:
         """Return the events that a chunk completes."""
         self._settings.is_known = True
         self._outage.reset()  # a ping counts as an answer, too
+        self._num_refusals = 0
         events = self._cursor.feed(chunk)
         for event in events:
             if event.type == "server.draining":
@@ -302,8 +320,9 @@ class EventReader:
         Raises:
             ConureError: if the reply is final or the retries are used up.
         """
-        if not is_retryable(reply, self._settings.retry, self._num_failures):
+        if not is_retryable(reply, self.retry, self._num_refusals):
             raise error_of(reply)
+        self._num_refusals += 1
         self._add_failure(error_of(reply).retry_after_s)
 
     def on_end(self) -> None:
@@ -342,5 +361,5 @@ class EventReader:
         return self._delay_s
 
     def _add_failure(self, asked_s: float | None) -> None:
-        self._delay_s = self._settings.retry.delay_s(self._num_failures, asked_s)
+        self._delay_s = self.retry.delay_s(self._num_failures, asked_s)
         self._num_failures += 1

@@ -85,6 +85,7 @@ class Client(BaseClient):
         idempotency_key: str | None = None,
         follow: bool = False,
         types: Collection[EventType] | None = None,
+        retry_within_s: float | None = None,
     ) -> Run:
         """Submit a program. It is durable on the server when this method returns.
 
@@ -99,6 +100,8 @@ class Client(BaseClient):
             follow: request the program's events as the reply, which saves a round trip. The next
                 call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
+            retry_within_s: repeat this request, and those of the returned run, for at most this
+                time. None: as long as the client's `Retry` allows.
 
         Raises:
             ProgramError: if the program is invalid.
@@ -107,15 +110,16 @@ class Client(BaseClient):
         body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
+        retry = self._retry.bounded(retry_within_s)
         # The outputs of a text are known to the server only, and its events do not list them.
         if not follow or "source" in body:
-            accepted = self._do(programs.submit(body, self._retry, key=idempotency_key))
-            return Run(self, accepted, body.get("program"))
+            accepted = self._do(programs.submit(body, retry, key=idempotency_key))
+            return Run(self, accepted, body.get("program"), retry=retry)
         query = types_query(types)
-        flow = programs.submit_attached(body, self._retry, key=idempotency_key, query=query)
+        flow = programs.submit_attached(body, retry, key=idempotency_key, query=query)
         accepted, response = self._do(flow)
         attached = None if response is None else AttachedStream(response, types)
-        return Run(self, accepted, body.get("program"), attached)
+        return Run(self, accepted, body.get("program"), attached, retry=retry)
 
     def attach(self, program_id: str) -> Run:
         """Return a handle on a program that was submitted before, by any client."""
@@ -377,32 +381,19 @@ class Client(BaseClient):
             return reply_of(response, response.read())
 
     def _events(
-        self,
-        program: str,
-        after: int,
-        types: Collection[EventType] | None,
-        attached: AttachedStream | None,
-        *,
-        follow: bool,
+        self, reader: EventReader, attached: AttachedStream | None
     ) -> Generator[Event, None, None]:
-        reading = self._event_batches(program, after, types, attached, follow=follow)
+        reading = self._event_batches(reader, attached)
         with contextlib.closing(reading) as batches:
             for events in batches:
                 yield from events
 
     def _event_batches(
-        self,
-        program: str,
-        after: int,
-        types: Collection[EventType] | None,
-        attached: AttachedStream | None,
-        *,
-        follow: bool = True,
+        self, reader: EventReader, attached: AttachedStream | None
     ) -> Generator[list[Event], None, None]:
         """Yield the events of a program, those that arrived together in one list."""
         http = self._http()
-        reader = EventReader(self._settings, program, after, types, follow=follow)
-        if attached is not None and not attached.serves(after, types):
+        if attached is not None and not attached.serves(reader):
             attached.response.close()
             attached = None
         while not reader.is_over:
@@ -422,7 +413,7 @@ class Client(BaseClient):
             except httpx.TransportError as problem:
                 reader.on_disconnect(problem)
             if reader.may_have_ended():
-                status = self._do(programs.status(program, self._retry))
+                status = self._do(programs.status(reader.program, reader.retry))
                 if status.status in ENDED:
                     reader.on_ended()
             if not reader.is_over:
@@ -438,8 +429,10 @@ class Run:
         accepted: Accepted,
         program: Any = None,
         attached: AttachedStream | None = None,
+        retry: Retry | None = None,
     ) -> None:
         self._client = client
+        self._retry = retry or client._retry
         self._program = program
         """As it was submitted; None if this client did not submit it."""
         self._attached = attached
@@ -488,7 +481,9 @@ class Run:
             follow: wait for new events until the program ends.
         """
         attached, self._attached = self._attached, None
-        return self._client._events(self.id, after, types, attached, follow=follow)
+        settings = self._client._settings
+        reader = EventReader(settings, self.id, after, types, follow=follow, retry=self._retry)
+        return self._client._events(reader, attached)
 
     def put(self, variable: str, value: Json, *, request_id: str | None = None) -> VariableStatus:
         """Write the value of a variable. Writing the same value again has no effect.
@@ -501,7 +496,7 @@ class Run:
 
     def append(self, more: Append | Mapping[str, Json]) -> ProgramStatus:
         """Add nodes to a program that was submitted with `open`, or close it."""
-        return self._client.append(self.id, more)
+        return self._client._do(programs.append(self.id, more, self._retry))
 
     def cancel(self) -> ProgramStatus:
         """Cancel the program. Nodes that have ended keep their results."""
@@ -531,7 +526,9 @@ class Run:
         value, and an open program does not end.
         """
         values: dict[str, Json] = {}
-        reading = self._client._event_batches(self.id, 0, attached.types, attached)
+        settings = self._client._settings
+        reader = EventReader(settings, self.id, 0, attached.types, retry=self._retry)
+        reading = self._client._event_batches(reader, attached)
         with contextlib.closing(reading) as batches:
             for events in batches:
                 values |= committed_values(events)
@@ -587,10 +584,6 @@ class Run:
         finally:
             session.close()
             deduplicator.close(self.id)
-
-    @property
-    def _retry(self) -> Retry:
-        return self._client._retry
 
     def _run_step(self, session: ClientStepSession, step: StepRequest) -> None:
         session.begin(step)

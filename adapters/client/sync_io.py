@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import httpx
 
 from .async_client import AsyncClient
-from .client_steps import StepRequest
+from .client_steps import StepRequest, call_plainly
 from .connection import LIMITS, ClientSettings
 from .exchange.retry import Retry
 from .io_thread import IOThread
@@ -125,6 +125,11 @@ class BaseClient:
         return self._settings.identity
 
     @property
+    def first_contact_timeout_s(self) -> float:
+        """How long a server that has never answered is waited for; see `Retry`."""
+        return self._retry.first_contact_timeout_s
+
+    @property
     def may_wait(self) -> bool:
         """Whether the current thread may wait for answers.
 
@@ -184,7 +189,7 @@ def _log_failure(future: Future[None]) -> None:
 
 def call_function(step: StepRequest) -> Any:
     """Call the function of a step. An awaitable result is awaited."""
-    value = step.function(**step.args)
+    value = call_plainly(step)
     return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
 
 

@@ -38,6 +38,7 @@ from conure.server.program.status import Event
 
 from ..client import ServerUnreachableError
 from .answer_stream import LEASE_LOST
+from .planned_call import seeded_node
 from .registry import CallRecord, PlannedCallRegistry, plan_failure
 
 MAX_BATCH = 256
@@ -441,7 +442,10 @@ class SpeculativeOutbox:
             outputs = [r.variable for r in records if r.variable not in read_later]
         return {
             "variables": inputs,
-            "nodes": [{**record.call.node, "on_error": "isolate"} for record in records],
+            "nodes": [
+                {**seeded_node(record.call.node, record.seed), "on_error": "isolate"}
+                for record in records
+            ],
             "inputs": {name: registry.values[name] for name in inputs if name in registry.values},
             "outputs": outputs,
         }

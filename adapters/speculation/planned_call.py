@@ -17,9 +17,12 @@ from conure.server.program.errors import ExpressionError
 from conure.server.program.expressions.evaluate import evaluate, input_expression
 from conure.server.program.expressions.values import is_true, text_of
 from conure.server.program.ir import Expression, Json
+from conure.server.program.seed import seed_of_answer
 
 _IGNORED_FIELDS: Final = frozenset({"id", "meta", "when", "on_error", "timeout_s"})
 """Fields of a node that do not change the request to the model."""
+SEED_BITS: Final = 56
+"""As many as the server's own seeds have."""
 _SPLICED: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
 """Fields of a message that a spliced value contributes to a prompt."""
 
@@ -59,6 +62,30 @@ def request_key(node: Mapping[str, Json], values: Mapping[str, Json]) -> bytes:
         ]
         request["prompt"] = _rendered_content(unnamed, values)
     return msgspec.json.encode(request, order="deterministic")
+
+
+def seeded_node(node: Mapping[str, Json], seed: int) -> dict[str, Json]:
+    """Return a `generate` node whose sampled outputs all have seeds.
+
+    A server derives a missing seed from the id of the program. The text of a call would be another
+    one in another program.
+
+    Args:
+        node: its own seeds are kept.
+        seed: for the outputs without one; further outputs get seeds derived from it.
+    """
+    if "output" in node:
+        return {**node, "output": _seeded(node["output"], seed)}
+    segments = [
+        _seeded(each, seed_of_answer(seed, index)) if "output" in each else each
+        for index, each in enumerate(node["prompt"])
+    ]
+    return {**node, "prompt": segments}
+
+
+def _seeded(output: dict[str, Json], seed: int) -> dict[str, Json]:
+    is_greedy = output.get("temperature") == 0
+    return output if is_greedy or output.get("seed") is not None else {**output, "seed": seed}
 
 
 def holds(condition: Expression, values: Mapping[str, Json]) -> bool:

@@ -14,6 +14,7 @@ to the model; each listener receives a result event or an exception. Thread-safe
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +28,7 @@ from conure.server.program.status import Event, ProgramStatus
 
 from ..client.connection import FAILURE_EVENTS
 from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure
-from .planned_call import PlannedCall, holds, request_key
+from .planned_call import SEED_BITS, PlannedCall, holds, request_key
 from .siblings import SiblingGroups
 
 CallListener: TypeAlias = Callable[["Event | Exception"], None]
@@ -65,6 +66,9 @@ class CallRecord:
     """Why it has no answer."""
     history: list[Event] = field(default_factory=list)
     listeners: list[CallListener] = field(default_factory=list)
+    seed: int = field(default_factory=lambda: secrets.randbits(SEED_BITS))
+    """Of an answer without a given seed. It stays the same in another program, so that a text that
+    was streamed in part continues there."""
 
     @property
     def variable(self) -> str:

@@ -63,6 +63,15 @@ class _TimeLimit:
             self._end_s = now_s + self.timeout_s
         return max(0.0, self._end_s - now_s)
 
+    def first_wait_s(self, client: Client) -> float | None:
+        """Return how long the call waits for the first answer of the server.
+
+        It is longer than the limit, so that a server that was never reached is reported as
+        unreachable and not as a timeout.
+        """
+        left_s = self.left_s()
+        return None if left_s is None else left_s + client.first_contact_timeout_s
+
 
 class SpeculativeRun:
     """One run on one server."""
@@ -223,9 +232,10 @@ class SpeculativeRun:
         inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.calls.listen(record, inbox.put)
         try:
-            if limit.timeout_s is not None and record.is_open:
-                # An unreachable server is reported as unreachable, not as a timeout.
-                self._first_request_ended.result()
+            is_first = not self._first_request_ended.done()
+            if limit.timeout_s is not None and record.is_open and is_first:
+                with contextlib.suppress(TimeoutError):
+                    self._first_request_ended.result(limit.first_wait_s(self._client))
             while True:
                 try:
                     event = inbox.get(timeout=limit.left_s())
@@ -248,8 +258,10 @@ class SpeculativeRun:
 
         self.calls.listen(record, put)
         try:
-            if limit.timeout_s is not None and record.is_open:
-                await asyncio.wait([asyncio.wrap_future(self._first_request_ended)])
+            is_first = not self._first_request_ended.done()
+            if limit.timeout_s is not None and record.is_open and is_first:
+                ended = asyncio.wrap_future(self._first_request_ended)
+                await asyncio.wait([ended], timeout=limit.first_wait_s(self._client))
             while True:
                 try:
                     # `wait_for` would drop an event that has arrived before the time was over.

@@ -238,11 +238,11 @@ class Caller:
             return await call
         return await asyncio.to_thread(method, *args, **kwargs)
 
-    async def events(self, run: Any, after: int = 0) -> list[Any]:
+    async def events(self, run: Any, after: int = 0, **kwargs: Any) -> list[Any]:
         """Return all events of a run."""
         if isinstance(self.client, AsyncClient):
-            return [event async for event in run.events(after)]
-        return await asyncio.to_thread(lambda: list(run.events(after)))
+            return [event async for event in run.events(after, **kwargs)]
+        return await asyncio.to_thread(lambda: list(run.events(after, **kwargs)))
 
     async def submit(self, **kwargs: Any) -> Any:
         """Submit the kit's program."""

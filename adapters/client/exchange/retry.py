@@ -49,6 +49,16 @@ class Retry:
             max_retry_after_s=min(self.max_retry_after_s, limit_s),
         )
 
+    def bounded(self, timeout_s: float | None) -> Retry:
+        """Return this policy for a call that takes at most `timeout_s`, or itself for None.
+
+        Also limits `first_contact_timeout_s`, unlike `within`.
+        """
+        if timeout_s is None:
+            return self
+        first_s = min(self.first_contact_timeout_s, timeout_s)
+        return replace(self, first_contact_timeout_s=first_s).within(timeout_s)
+
     def delay_s(self, attempt: int, retry_after_s: float | None = None) -> float:
         """Return the jittered delay before retry `attempt` (from 0), at least `retry_after_s`."""
         max_s = min(self.max_delay_s, self.base_delay_s * 2.0 ** min(attempt, 60))

@@ -294,7 +294,9 @@ class ChatConure(ChatSettings):
                     result = chain_run.result(call.nodes, self.timeout)
                 else:
                     run = self.connection().submit(
-                        call.program(self.timeout), **attach_arguments(None)
+                        call.program(self.timeout),
+                        retry_within_s=self.timeout,
+                        **attach_arguments(None),
                     )
                     if chain_run is not None:
                         chain_run.note_direct_program(run.id)
@@ -321,7 +323,9 @@ class ChatConure(ChatSettings):
                     result = await chain_run.aresult(call.nodes, self.timeout)
                 else:
                     run = await self.async_connection().submit(
-                        call.program(self.timeout), **attach_arguments(None)
+                        call.program(self.timeout),
+                        retry_within_s=self.timeout,
+                        **attach_arguments(None),
                     )
                     if chain_run is not None:
                         chain_run.note_direct_program(run.id)
@@ -392,7 +396,9 @@ class ChatConure(ChatSettings):
         self, call: ModelCall, chain_run: ChainRun | None
     ) -> Generator[ChatGenerationChunk, None, None]:
         """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
-        run = self.connection().submit(call.program(self.timeout), follow=True)
+        run = self.connection().submit(
+            call.program(self.timeout), follow=True, retry_within_s=self.timeout
+        )
         if chain_run is not None:
             chain_run.note_direct_program(run.id)
         stream = AnswerStream(ANSWER, CALL, run.id)
@@ -406,7 +412,9 @@ class ChatConure(ChatSettings):
         self, call: ModelCall, chain_run: ChainRun | None
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
-        run = await self.async_connection().submit(call.program(self.timeout), follow=True)
+        run = await self.async_connection().submit(
+            call.program(self.timeout), follow=True, retry_within_s=self.timeout
+        )
         if chain_run is not None:
             chain_run.note_direct_program(run.id)
         stream = AnswerStream(ANSWER, CALL, run.id)

@@ -61,21 +61,23 @@ class DirectBackend:
 
     def answer(self, call: ModelRequest) -> FinalAnswer:
         with application_errors(call.timeout_s):
-            run = self._client.submit(program_of(call), **attach_arguments(call.timeout_s))
+            run = self._client.submit(
+                program_of(call), retry_within_s=call.timeout_s, **attach_arguments(call.timeout_s)
+            )
             with cancel_unless_completed(run):
                 return FinalAnswer(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
 
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
         with application_errors(call.timeout_s):
             run = await self._async_client.submit(
-                program_of(call), **attach_arguments(call.timeout_s)
+                program_of(call), retry_within_s=call.timeout_s, **attach_arguments(call.timeout_s)
             )
             async with acancel_unless_completed(run):
                 return FinalAnswer((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
 
     def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
         with application_errors(call.timeout_s):
-            run = self._client.submit(program_of(call), follow=True)
+            run = self._client.submit(program_of(call), follow=True, retry_within_s=call.timeout_s)
             stream = AnswerStream(ANSWER, CALL, run.id)
             with cancel_unless_completed(run):
                 with closing(run.events()) as events:
@@ -86,7 +88,9 @@ class DirectBackend:
 
     async def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
         with application_errors(call.timeout_s):
-            run = await self._async_client.submit(program_of(call), follow=True)
+            run = await self._async_client.submit(
+                program_of(call), follow=True, retry_within_s=call.timeout_s
+            )
             stream = AnswerStream(ANSWER, CALL, run.id)
             async with acancel_unless_completed(run):
                 async with OwnedGenerator(run.events()) as events:

@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -21,12 +22,14 @@ from conure.adapters.client import (
     Run,
     ServerUnreachableError,
 )
+from conure.adapters.client.cancellation import acancel_unless_completed, cancel_unless_completed
 from conure.adapters.client.client_steps import ClientStepDeduplicator
 from conure.adapters.client.connection import (
     STREAM_SILENCE_S,
     ClientSettings,
     EventReader,
     begins_event_stream,
+    reply_of,
 )
 from conure.adapters.client.exchange.records import Request
 from conure.server.program.errors import (
@@ -247,6 +250,49 @@ async def test_an_attached_stream_serves_only_matching_readers(
             await asyncio.sleep(0.001)
 
 
+async def test_a_reader_of_past_events_does_not_wait_on_an_attached_stream(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    accepted = kit.sse(1, "program.accepted")
+    double.on("POST", "/v1/programs", kit.followed(accepted, kit.finished(2), gate=lambda: False))
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[accepted]))
+    run = await caller.submit(follow=True)
+    assert [event.seq for event in await caller.events(run, follow=False)] == [1]
+    assert "follow=false" in double.of("GET", f"{PROGRAM}/events")[0].query
+
+
+async def test_a_submission_and_its_run_are_repeated_within_the_given_time(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    busy = kit.Answer(429, kit.problem(429, "queue.full", "full"), {"Retry-After": "0.001"})
+    double.on("POST", "/v1/programs", busy, kit.accepted())
+    with pytest.raises(UnavailableError, match="full"):
+        await caller.submit(retry_within_s=0)
+    run = await caller.submit(retry_within_s=0)
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(is_lost=True))
+    with pytest.raises(ServerUnreachableError):
+        await caller.events(run)
+    assert len(double.of("GET", f"{PROGRAM}/events")) == 1
+
+
+@pytest.mark.parametrize("problem", [ServerUnreachableError("gone"), RunError("x", "failed")])
+async def test_a_program_on_a_lost_server_is_not_cancelled(problem: ConureError) -> None:
+    cancelled = []
+
+    async def acancel() -> None:
+        cancelled.append("awaited")
+
+    run: Any = SimpleNamespace(cancel=lambda: cancelled.append("called"))
+    with pytest.raises(type(problem)), cancel_unless_completed(run):
+        raise problem
+    run = SimpleNamespace(cancel=acancel)
+    with pytest.raises(type(problem)):
+        async with acancel_unless_completed(run):
+            raise problem
+    is_lost = isinstance(problem, ServerUnreachableError)
+    assert cancelled == ([] if is_lost else ["called", "awaited"])
+
+
 async def test_events_are_requested_if_none_are_attached(
     caller: Any, double: Any, kit: Any
 ) -> None:
@@ -333,6 +379,19 @@ def test_a_ping_resets_the_outage_timer() -> None:
     now[0] += 15
     with pytest.raises(ServerUnreachableError):
         reader.on_disconnect(httpx.ReadError("cut, with no byte in between"))
+
+
+def test_connections_without_events_do_not_count_as_refusals() -> None:
+    settings = ClientSettings(None, app=None, timeout_s=5, retry=Retry(max_retries=1), headers=None)
+    reader = EventReader(settings, "p", 0, None)
+    for _ in range(5):
+        reader.stream_arguments()
+        reader.feed(b": ping\n\n")
+        assert reader.next_delay_s() > 0
+    refusal = reply_of(httpx.Response(503, request=httpx.Request("GET", "http://x/")), b"")
+    reader.on_refusal(refusal)
+    with pytest.raises(UnavailableError):
+        reader.on_refusal(refusal)
 
 
 def test_an_empty_type_selection_is_not_all_types() -> None:
@@ -465,6 +524,25 @@ async def test_attach_does_not_repeat_ended_steps(caller: Any, double: Any, kit:
     assert put_bodies(double) == []
 
 
+async def test_attach_runs_no_expired_attempt(caller: Any, double: Any, kit: Any) -> None:
+    nodes = {"s": {"status": "running", "attempt": 1}}
+    double.on("GET", PROGRAM, kit.status("running", nodes=nodes))
+    request = {"node": "s", "name": "f", "args": {}, "output": "out"}
+    attempts = [
+        kit.sse(
+            2 + attempt, "client.requested", **request, request_id=f"r{attempt}", attempt=attempt
+        )
+        for attempt in (0, 1)
+    ]
+    stream = kit.Answer(chunks=[*attempts, kit.finished(4)], gate=has_answer(double))
+    double.on("GET", f"{PROGRAM}/events", stream)
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done"}))
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 1}))
+    run = await caller(caller.client.attach, "p_1")
+    await caller(run.serve_client_steps, {"f": lambda: 1})
+    assert [body["request_id"] for body in put_bodies(double)] == ["r1"]
+
+
 def test_a_step_without_an_answer_can_be_claimed_again() -> None:
     deduplicator = ClientStepDeduplicator()
     data = {"request_id": "r", "node": "n", "name": "f", "output": "out", "args": {}}
@@ -547,7 +625,7 @@ async def test_a_step_can_return_an_awaitable(
     assert result.outputs == {"out": 7}, "requested, as no event reported it"
 
 
-@pytest.mark.parametrize("make", [lambda n: 1 / 0, lambda n: object()])
+@pytest.mark.parametrize("make", [lambda n: 1 / 0, lambda n: object(), lambda n: next(iter(()))])
 async def test_a_function_error_reaches_server_and_caller(
     caller: Any, double: Any, kit: Any, make: Any
 ) -> None:
@@ -559,7 +637,7 @@ async def test_a_function_error_reaches_server_and_caller(
     double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(424, kit.problem(424, "c.f", "x")))
     with pytest.raises(RunError, match="double: oh") as caught:
         await caller(caller.client.run, kit.program, functions={"double": make})
-    assert isinstance(caught.value.__cause__, ZeroDivisionError | TypeError)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError | TypeError | RuntimeError)
     error = put_bodies(double)[0]["error"]
     assert error["code"] == "client.failed"
     assert error["message"].startswith(f"double: {type(caught.value.__cause__).__name__}")

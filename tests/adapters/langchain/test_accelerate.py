@@ -197,20 +197,12 @@ def requested_types(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     for kind in (Client, AsyncClient):
         read = kind._events
 
-        def events(
-            self: Any,
-            program: str,
-            after: int,
-            event_types: Any,
-            opened: Any,
-            read: Any = read,
-            **options: Any,
-        ) -> Any:
-            assert opened is None or opened.serves(after, event_types), (
+        def events(self: Any, reader: Any, opened: Any, read: Any = read) -> Any:
+            assert opened is None or opened.serves(reader), (
                 "the reply to the submission contains these events"
             )
-            types.append(set(event_types or ()))
-            return read(self, program, after, event_types, opened, **options)
+            types.append(set(reader.types or ()))
+            return read(self, reader, opened)
 
         monkeypatch.setattr(kind, "_events", events)
     return types

@@ -70,6 +70,20 @@ def test_call_is_a_program_of_one_node(llm: ChatConure, double: Any) -> None:
     assert message.response_metadata["finish_reason"] == "stop"
 
 
+async def test_the_time_limit_of_a_call_includes_the_wait_for_a_busy_server(
+    double: Any, kit: Any
+) -> None:
+    busy = kit.Answer(429, kit.problem(429, "queue.full", "full"), {"Retry-After": "1"})
+    double.on("POST", "/v1/programs", busy)
+    with Client(app=double) as client:
+        llm = ChatConure(client=client, timeout=0.1)
+        with pytest.raises(UnavailableError, match="full"):
+            llm.invoke("a")
+        with pytest.raises(UnavailableError, match="full"):
+            await llm.ainvoke("a")
+    assert len(double.seen) == 2, "one request of each call"
+
+
 async def test_call_takes_one_exchange(llm: ChatConure, double: Any, kit: Any) -> None:
     double.answer("POST", "/v1/programs", kit.followed(kit.delta("hello", 0), kit.committed(VALUE)))
     one = await asyncio.to_thread(llm.invoke, "a")

@@ -9,6 +9,7 @@ import pytest
 from conure.adapters.client import ServerUnreachableError
 from conure.adapters.speculation import outbox as module
 from conure.adapters.speculation.outbox import OutboxRequest, SpeculativeOutbox
+from conure.adapters.speculation.planned_call import SEED_BITS, PlannedCall, seeded_node
 from conure.adapters.speculation.registry import PlanFailedError, PlannedCallRegistry
 from conure.server.program.errors import (
     ConflictError,
@@ -17,6 +18,7 @@ from conure.server.program.errors import (
     RunError,
     UnavailableError,
 )
+from conure.server.program.ir import Json
 from conure.server.program.status import Event
 
 from .calls import call, committed, content, event, node
@@ -335,6 +337,38 @@ def test_an_answer_that_does_not_fit_is_made_once_more_in_another_program(sent: 
     assert sent.heard("a") == []
     sent.outbox.on_event(sent.requests[1].program, failed)
     assert [each.code for each in sent.heard("a")] == ["quota.journal_bytes"]  # type: ignore[union-attr]  # an error
+
+
+def seeds(request: OutboxRequest) -> list[Json]:
+    return [each["output"].get("seed") for each in request.body["program"]["nodes"]]
+
+
+def test_a_call_that_is_sent_again_keeps_its_seed(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT), call("b", set(), SEGMENT)])
+    sent.accept_all()
+    lost = RunError("program.lease_lost", "no reader")
+    sent.outbox.program_ended(sent.requests[0].program, lost, has_finished=True)
+    sent.accept_all()
+    first, again = map(seeds, sent.requests)
+    assert first == again
+    assert None not in first
+    assert first[0] != first[1]
+
+
+def test_a_given_seed_is_sent_and_a_greedy_call_needs_none(sent: Sent) -> None:
+    given = PlannedCall("", "a", node("a", SEGMENT, seed=7), frozenset())
+    greedy = PlannedCall("", "b", node("b", SEGMENT, temperature=0.0), frozenset())
+    sent.registry.plan([given, greedy])
+    sent.accept_all()
+    assert seeds(sent.requests[0]) == [7, None]
+
+
+def test_an_output_in_a_prompt_gets_a_seed() -> None:
+    segments = [{"text": "x"}, {"output": "a"}]
+    text, output = seeded_node({"op": "generate", "prompt": segments}, 5)["prompt"]
+    assert text == segments[0]
+    assert output == seeded_node({"op": "generate", "prompt": segments}, 5)["prompt"][1]
+    assert 0 <= output["seed"] < 2**SEED_BITS
 
 
 def test_a_program_is_cancelled_once_no_answer_is_awaited(sent: Sent) -> None:

@@ -20,6 +20,7 @@ class ClientDouble:
     """A client whose I/O thread runs its tasks when the test says so."""
 
     identity = "server"
+    first_contact_timeout_s = 0.01
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -94,6 +95,17 @@ async def test_an_answer_that_arrived_is_read_after_the_time_limit() -> None:
         run.calls.on_event(committed("a", "Tea"))
         await asyncio.sleep(0)  # the event reaches this loop
     assert found == ["node.delta", "variable.committed"]
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+async def test_the_time_limit_includes_the_wait_for_the_first_request(is_sync: bool) -> None:
+    run = SpeculativeRun(cast(Any, ClientDouble()), "run", is_streamed=False)
+    record = run.add_unplanned(call("a", set(), "tea"))  # the request stays without an answer
+    with pytest.raises(NotReadyError, match="no answer after"):
+        if is_sync:
+            list(run.follow(record, lambda record, _: record, timeout_s=0.01))
+        else:
+            [each async for each in run.afollow(record, lambda record, _: record, timeout_s=0.01)]
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
