@@ -137,8 +137,9 @@ class SandboxedGrammarCheck:
         """Return the reply to a request, or None if something else killed the helper.
 
         Raises:
-            EngineError: `constraint.too_complex` if the request ended the helper, or kept it busy until the
-                deadline; `constraint.unavailable` if there is no helper, or it was not busy.
+            EngineError: `constraint.too_complex` if the request ended the helper, or kept it busy
+                until the deadline; `constraint.unavailable` if there is no helper, or it was not
+                busy.
         """
         process = self._running() or self._start()
         stdin, stdout = _pipes(process)
