@@ -294,7 +294,10 @@ def _definition_of(part: _Part) -> ast.FunctionDef:
         _refuse(f"the source of `{part.__name__}` cannot be read: line {line}: {problem.msg}")
     if not isinstance(definition, ast.FunctionDef):
         _refuse(f"`{part.__name__}` must be defined by `def`, so that its source can be sent")
-    definition.decorator_list = []
+    definition.decorator_list, definition.returns = [], None
+    for each in ast.walk(definition.args):
+        if isinstance(each, ast.arg) and not isinstance(each.annotation, ast.Call):
+            each.annotation = None  # a type; the options of `Output(...)` are read
     return definition
 
 

@@ -116,7 +116,7 @@ class ConstraintCompiler:
         key = _key(source)
         constraint = ConstraintState(source, key, self._eos_ids, max_tokens)
         with self._lock:
-            cached = self._grammars.get(key)
+            cached = self._find_cached(key)
             if cached is None:
                 self._num_pending += 1
                 waiting = self._waiting.setdefault(key, [])
@@ -225,8 +225,8 @@ class ConstraintCompiler:
         """
         started_s = time.monotonic()
         with self._lock:
-            cached = self._grammars.get(key)
-        if cached is not None and started_s < cached.retry_at_s:
+            cached = self._find_cached(key)
+        if cached is not None:
             return cached
         num_bytes = _ENTRY_BYTES + _BYTES_PER_CHARACTER * len(source)
         try:
@@ -244,6 +244,14 @@ class ConstraintCompiler:
         with self._lock:
             self._grammars[key] = cached
         return cached
+
+    def _find_cached(self, key: bytes) -> _CachedGrammar | None:
+        """Return a cached grammar, or an error that is not to be tried again yet.
+
+        The caller has the lock.
+        """
+        cached = self._grammars.get(key)
+        return None if cached is None or time.monotonic() >= cached.retry_at_s else cached
 
     def _check(self, command: protocol.ValidateConstraint) -> protocol.Checked:
         cached = self._get_or_compile(_key(command.constraint), command.constraint)

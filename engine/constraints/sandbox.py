@@ -154,7 +154,7 @@ class SandboxedGrammarCheck:
             return reply
         is_late, used_s = time.monotonic() >= deadline, _cpu_s_of(process) - used_before_s
         self.close()
-        if is_late and used_s < self._setup.cpu_s / 4:  # the machine is busy, or stopped the helper
+        if is_late and used_s < 0.9 * self._setup.cpu_s:  # the machine was busy, or stopped it
             raise EngineError(
                 "constraint.unavailable",
                 f"the grammar sandbox did not answer in {DEADLINE_S:g} s; try again",

@@ -255,7 +255,7 @@ class ChatConure(ChatSettings):
                 first = await anext(owned, None)
             if first is not None:
                 yield first
-                async for chunk in owned:
+                async for chunk in chunks:  # `owned` is needed for the first step and the end
                     yield chunk
 
     def _generate_with_cache(

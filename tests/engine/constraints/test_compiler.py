@@ -164,9 +164,12 @@ def test_failure_that_takes_long_is_kept_for_a_time(
                 protocol.Checked(1, code="constraint.unavailable", message="no answer")
             ]
     assert now_s == 108
+    with pytest.raises(protocol.EngineError, match="no answer"):
+        constraints.create(check.constraint, 10)
     now_s += compiler.RETRY_S
-    constraints.submit_check(check)
-    assert wait(constraints, 1) == [protocol.Checked(1)]
+    state = constraints.create(check.constraint, 10)
+    assert wait(constraints, 1) == [state]
+    assert state.error is None
 
 
 def test_thread_survives_a_job_that_fails(caplog: pytest.LogCaptureFixture) -> None:
