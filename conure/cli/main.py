@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from conure.engine.config import ConfigError
 from conure.server.program.errors import ConureError, UnavailableError
+from conure.server.program.unicode_text import is_unicode
 
 from .command import CommandError, ExitCode, UsageError, describe_error, print_error
 
@@ -117,14 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
-def _is_utf8(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _run(argv: list[str]) -> int:
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is not None and name not in {command.name for command in COMMANDS}:
@@ -146,7 +139,7 @@ def _run(argv: list[str]) -> int:
         code: int = arguments.module.run(arguments)
     except UnicodeEncodeError as exc:
         # In an argument, Python reads bytes that are not UTF-8 as characters that cannot be sent.
-        if (word := next(filterfalse(_is_utf8, argv), None)) is None:
+        if (word := next(filterfalse(is_unicode, argv), None)) is None:
             raise
         raise UsageError(f"the argument {os.fsencode(word)!r} is not UTF-8 text") from exc
     return code

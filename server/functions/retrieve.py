@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..program.errors import RunError
+from ..program.unicode_text import is_unicode
 from .registry import function
 
 logger = logging.getLogger(__name__)
@@ -121,8 +122,7 @@ class FolderIndex:
             known = self._indexed.get(name)
             if known is None or known.stamp != stamp:
                 self._remove(name)
-                rows = self._add(path, name)
-                self._indexed[name] = IndexedFile(stamp, rows)
+                self._add(path, name, stamp)
         for name in self._indexed.keys() - found:
             self._remove(name)
 
@@ -162,7 +162,7 @@ class FolderIndex:
                 path = Path(folder, name)
                 if path.suffix.lower() not in SUFFIXES:
                     continue
-                if _is_utf8(path.relative_to(self._folder).as_posix()):
+                if is_unicode(path.relative_to(self._folder).as_posix()):
                     paths.append(path)
                 else:
                     self._skip(path, "its name is not UTF-8")
@@ -174,13 +174,13 @@ class FolderIndex:
             # `repr`, because a name that is not UTF-8 cannot be written to a log.
             logger.warning("%r is not searched: %s", str(path), reason)
 
-    def _add(self, path: Path, name: str) -> range:
-        """Index the passages of a file and return their rows."""
+    def _add(self, path: Path, name: str, stamp: FileStamp) -> None:
+        """Index the passages of a file; one that cannot be read has none."""
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             self._skip(path, str(error))
-            return range(0)
+            text = ""
         passages = list(split_passages(text))
         rows = range(self._next_row, self._next_row + len(passages))
         self._next_row = rows.stop
@@ -193,7 +193,7 @@ class FolderIndex:
                 for position, (row, passage) in enumerate(zip(rows, passages, strict=True))
             ),
         )
-        return rows
+        self._indexed[name] = IndexedFile(stamp, rows)
 
     def _remove(self, name: str) -> None:
         """Remove the passages of a file. A search by `source` would read the whole index."""
@@ -202,15 +202,6 @@ class FolderIndex:
             self._database.executemany(
                 "DELETE FROM passages WHERE rowid = ?", ((row,) for row in known.rows)
             )
-
-
-def _is_utf8(name: str) -> bool:
-    """Return whether the bytes of a file's name are UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def split_passages(text: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..program.unicode_text import is_unicode
 from .errors import (
     LanguageError,
     Position,
@@ -369,7 +370,7 @@ def constant_fault(value: object) -> str | None:
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
-        if value.isascii() or _is_encodable(value):
+        if is_unicode(value):
             return None
         return "the string has half of a surrogate pair, which is not a character"
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -379,11 +380,3 @@ def constant_fault(value: object) -> str | None:
     if isinstance(value, int | float):
         return "a number must be finite and fit into 64 bits"
     return f"{type(value).__name__} is not a type of the language: write a string"
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -6,9 +6,8 @@ the identifiers of the current call in the context while LangChain starts the ca
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 from uuid import UUID
 
@@ -21,6 +20,8 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import ensure_config, merge_configs
 
 from conure.server.program.ir import Json
+
+from ...speculation.active_run import ActiveRunVar
 
 THREAD_PREFIX: Final = "thread "
 """Prefix of sessions that the app names."""
@@ -98,17 +99,12 @@ class CallRun(BaseCallbackHandler):
         merged = merge_configs({"callbacks": given.get("callbacks")}, {"callbacks": [self]})
         return {**given, "callbacks": merged.get("callbacks")}
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Make this the run of the calls that start within the block."""
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+        return _CURRENT.activate(self)
 
 
-_CURRENT: Final[ContextVar[CallRun | None]] = ContextVar("conure_call_run", default=None)
+_CURRENT: Final = ActiveRunVar[CallRun]("conure_call_run")
 
 
 def current_meta() -> dict[str, Json] | None:

@@ -16,11 +16,10 @@ Subclasses of text, numbers and dicts are equal to what JSON makes of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cached_property
 from typing import Any, Final
@@ -31,6 +30,9 @@ from pydantic import BaseModel
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
+from conure.server.program.unicode_text import is_unicode
+
+from ...speculation.active_run import ActiveRunVar
 
 _MESSAGE: Final = "__langchain_message__"
 _OBJECT: Final = "__langchain_object__"
@@ -61,14 +63,9 @@ class LocalValues:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let `encode` and `decode` use these values within the block."""
-        token = _LOCAL_VALUES.set(self)
-        try:
-            yield
-        finally:
-            _LOCAL_VALUES.reset(token)
+        return _LOCAL_VALUES.activate(self)
 
     def add(self, value: Any) -> str:
         """Keep a value, and return its key."""
@@ -87,7 +84,7 @@ class LocalValues:
         return self._values[key]
 
 
-_LOCAL_VALUES: Final[ContextVar[LocalValues | None]] = ContextVar("conure_values", default=None)
+_LOCAL_VALUES: Final = ActiveRunVar[LocalValues]("conure_values")
 
 
 def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
@@ -145,20 +142,12 @@ def _changes_in_json(value: Any) -> bool:
     if type(value) is int:
         return not _MIN_INTEGER <= value <= _MAX_INTEGER
     if isinstance(value, str):
-        return not _is_text(value)
+        return not is_unicode(value)
     return isinstance(value, dict) and type(value) is not dict
 
 
-def _is_text(value: str) -> bool:
-    """Return False for text with half of a surrogate pair, which JSON cannot carry."""
-    try:
-        return value.isascii() or bool(value.encode())
-    except UnicodeEncodeError:
-        return False
-
-
 def _check_text(value: str, what: str) -> None:
-    if not _is_text(value):
+    if not is_unicode(value):
         raise ProgramError(
             "langchain.text",
             f"{what} has half of a surrogate pair, which is not text; replace it, for example by "
@@ -169,7 +158,7 @@ def _check_text(value: str, what: str) -> None:
 def _has_text_keys(value: dict[Any, Any], *, may_be_reserved: bool) -> bool:
     if _RESERVED_KEYS & value.keys() and not may_be_reserved:
         return False
-    return all(isinstance(key, str) and _is_text(key) for key in value)
+    return all(isinstance(key, str) and is_unicode(key) for key in value)
 
 
 def decode(value: Json) -> Any:
