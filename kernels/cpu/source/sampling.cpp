@@ -37,7 +37,7 @@ constexpr int kBuckets = 2048;
 constexpr float kBucketsPerUnit = 32;  // of the logarithm of a weight; the last one has the rest
 constexpr int64_t kBlock = 256;
 
-// The last bucket also has the weights that are no numbers.
+// Weights that are NaN are in the last bucket.
 static int bucket(float log_weight) {
   const float at = -log_weight * kBucketsPerUnit;
   return at < kBuckets - 1 ? int(std::max(at, 0.0f)) : kBuckets - 1;

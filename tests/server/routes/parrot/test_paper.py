@@ -20,7 +20,7 @@ from ...service_double import ScriptedService, app_of, in_process, over_socket, 
 from ...test_app import check_problem
 
 ID_FORM = "p_{:024x}"
-"""Sessions are told from names of clients by the form of the server's ids."""
+"""The form of the server's ids distinguishes sessions from names of clients."""
 FIRST, SECOND = ID_FORM.format(1), ID_FORM.format(2)
 
 
