@@ -17,8 +17,8 @@ from itertools import filterfalse
 from typing import Any, NamedTuple, NoReturn
 
 from conure.engine.config import ConfigError
+from conure.server.program.decoding.unicode_text import is_unicode
 from conure.server.program.errors import ConureError, UnavailableError
-from conure.server.program.unicode_text import is_unicode
 
 from .command import CommandError, ExitCode, UsageError, describe_error, print_error
 

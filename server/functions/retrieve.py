@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..program.decoding.unicode_text import is_unicode
 from ..program.errors import RunError
-from ..program.unicode_text import is_unicode
 from .registry import function
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..program.unicode_text import is_unicode
+from ..program.decoding.unicode_text import is_unicode
 from .errors import (
     LanguageError,
     Position,

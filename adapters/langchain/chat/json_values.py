@@ -28,9 +28,9 @@ from uuid import uuid4
 from langchain_core.messages import BaseMessage, message_to_dict, messages_from_dict
 from pydantic import BaseModel
 
+from conure.server.program.decoding.unicode_text import is_unicode
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
-from conure.server.program.unicode_text import is_unicode
 
 from ...speculation.active_run import ActiveRunVar
 
