@@ -382,7 +382,7 @@ class StepReport(Struct, frozen=True, array_like=True):
 
     epoch: int
     number: int
-    """Number of the step."""
+    """Steps that the engine has started; the last one may still run."""
     num_free: int
     num_cached: int
     num_tokens: int

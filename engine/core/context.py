@@ -81,7 +81,8 @@ class Context:
     is_queued: bool = False
     """Whether the context is in the engine's list of contexts with work."""
     step: int = -1
-    """Last step it was scheduled in. It is not preempted during that step."""
+    """Last step it allocated blocks for, in the KV manager's count. It is not preempted during
+    that step."""
     row: ScheduledSequence = field(init=False)
 
     def __post_init__(self) -> None:

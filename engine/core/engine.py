@@ -28,7 +28,7 @@ from cachetools import LRUCache
 
 from .. import protocol
 from ..kv.manager import KVCacheManager
-from ..runner.base import CompletedStep, Runner, ScheduledSequence
+from ..runner.base import CompletedStep, Handle, Runner, ScheduledSequence
 from . import pooling
 from .batch_scheduler import schedule_step
 from .command_validation import check_fork, check_ids, check_length, check_start
@@ -79,6 +79,8 @@ class EngineCore:
         self._outputs = OutputProcessor(self, runner, self._kv, self._counters, constraints)
         self._num_arrived = 0
         self._num_steps = 0
+        """Steps that the runner has started. A step that only answers Fills has no rows, and is
+        not one of them."""
         self._num_tokens = 0
         self._in_flight: InFlightStep | None = None
         self._lacks_memory = False
@@ -203,9 +205,7 @@ class EngineCore:
 
     def _launch_scheduled(self) -> InFlightStep | None:
         """Start a step with the rows that the batch scheduler chooses, if there are any."""
-        # The number of a step that is not started is not used again: contexts are marked with it.
-        self._num_steps += 1
-        self._kv.begin_step(self._num_steps)
+        self._kv.begin_step()
         batch = schedule_step(self._active, self._kv, self._limits)
         self._lacks_memory = not (batch.scheduled or batch.complete)
         if self._lacks_memory:
@@ -219,11 +219,9 @@ class EngineCore:
         """Start the next step before `previous` is read, if there are rows for it."""
         if previous.is_cut:
             return None
-        self._num_steps += 1
-        self._kv.begin_step(self._num_steps)
+        self._kv.begin_step()
         batch = schedule_lookahead(previous, self._active, self._kv, self._limits)
         if not batch.rows:
-            self._num_steps -= 1
             self._kv.seal_step()
             return None
         step = self._launch(batch.contexts, batch.rows, batch.complete)
@@ -234,16 +232,18 @@ class EngineCore:
         self, contexts: list[Context], rows: list[ScheduledSequence], complete: list[Context]
     ) -> InFlightStep:
         """Start a step. An error of the launch is raised when the step is read."""
-        in_flight = InFlightStep(
-            contexts, rows, [c.generation for c in contexts], complete, CompletedStep([])
-        )
+        handle: Handle = CompletedStep([])
         if rows:
+            self._num_steps += 1
             try:
-                in_flight.handle = self._runner.start(rows, self._kv.copies)
+                handle = self._runner.start(rows, self._kv.copies)
             except Exception as error:
-                in_flight.handle = FailedLaunch(error)
-        in_flight.written_blocks = self._kv.seal_step()
-        return in_flight
+                handle = FailedLaunch(error)
+        generations = [context.generation for context in contexts]
+        written = self._kv.seal_step()
+        return InFlightStep(
+            self._num_steps, contexts, rows, generations, complete, handle, written_blocks=written
+        )
 
     def _complete_step(self, step: InFlightStep) -> None:
         """Read a step, and commit its results."""
@@ -256,7 +256,7 @@ class EngineCore:
                     f"the runner returned {len(sampled)} ids for {num_sampled} sampling rows"
                 )
         except Exception as error:
-            _log.exception("step=%d contexts=%d failed", self._num_steps, len(step.rows))
+            _log.exception("step=%d contexts=%d failed", step.number, len(step.rows))
             self._fail_step(step, error)
             self._runner.check_device()
         else:

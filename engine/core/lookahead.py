@@ -38,6 +38,7 @@ takes the device so long that reading it costs little, and new prompts join the 
 class InFlightStep:
     """A step that was started and not read yet."""
 
+    number: int
     contexts: list[Context]
     rows: list[ScheduledSequence]
     """One per context, unchanged since the step was started."""

@@ -68,11 +68,15 @@ class KVCacheManager:
         self._victims = VictimQueue(self.pool.refs)
         self._release_after_step: list[Context] = []
         """Contexts that the server has freed, and that the current step still computes."""
+        self._num_begun = 0
+        """Steps that were begun. More than were started: a step may get no rows, and contexts are
+        marked with it nevertheless."""
         self._step = _NO_STEP
 
-    def begin_step(self, number: int) -> None:
-        """Start allocating for a step. Contexts with `step == number` keep their blocks."""
-        self._step = number
+    def begin_step(self) -> None:
+        """Start allocating for a step. A context that allocates in it keeps its blocks."""
+        self._num_begun += 1
+        self._step = self._num_begun
 
     def seal_step(self) -> set[int]:
         """End allocation, once the step is started. Return the blocks that the step writes.

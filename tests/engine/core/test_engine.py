@@ -570,6 +570,16 @@ def test_status_and_pong_need_no_step() -> None:
     assert server.step() is None
 
 
+def test_step_without_rows_is_not_counted() -> None:
+    server = ServerDouble()
+    server.fill(A[:8])
+    server.run()
+    twin = server.fill(A[:8])
+    server.run()
+    assert server.known[twin].filled == [protocol.Filled(twin, 0, 8, 0)]
+    assert server.engine.status().num_steps == len(server.runner.steps) == 1
+
+
 def test_steps_report_all_computed_tokens_and_the_last_one_is_idle() -> None:
     server = ServerDouble()
     context = server.fill(A[:10])

@@ -229,6 +229,17 @@ def test_late_failure_fails_the_lookahead_step_too() -> None:
     assert server.engine.status().num_held == 0
 
 
+def test_log_names_the_failed_step_and_not_the_one_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server, _ = started()
+    server.runner.fails_late = True
+    server.step()
+    server.step()
+    assert len(server.runner.steps) == 2
+    assert "step=1 contexts=1 failed" in caplog.text
+
+
 def test_prompt_that_shared_with_a_failed_step_is_computed_again() -> None:
     server = ServerDouble(late=True)
     failing = server.fill(A[:8])

@@ -271,15 +271,21 @@ def test_other_calls_continue_during_compilation(
     assert end.constraint == "met"
 
 
-def test_engine_sleeps_while_blocked_calls_hold_the_memory(
-    gated: tuple[ConstraintHarness, GatedSandbox],
-) -> None:
-    harness, gate = gated
+def fill_memory(harness: ConstraintHarness) -> tuple[list[int], int]:
+    """Start two blocked calls that hold the memory, and one that needs more than the rest."""
     held = [harness.start([number] * 250, YES_NO) for number in range(2)]
     free = harness.start(list(b"more than the rest of the memory"), None)
     for _ in range(2 * len(held) * 250 // LIMITS.step_tokens):
         harness.step()
     assert not harness.step()
+    return held, free
+
+
+def test_engine_sleeps_while_blocked_calls_hold_the_memory(
+    gated: tuple[ConstraintHarness, GatedSandbox],
+) -> None:
+    harness, gate = gated
+    held, free = fill_memory(harness)
     assert harness.engine.is_idle
     assert harness.open == {*held, free}
     harness.apply(protocol.Ping(1))
@@ -287,6 +293,17 @@ def test_engine_sleeps_while_blocked_calls_hold_the_memory(
     gate.is_open.set()
     harness.run()
     assert harness.outcomes[free].finished.reason == "stop"
+
+
+def test_step_that_gets_no_memory_is_not_counted(
+    gated: tuple[ConstraintHarness, GatedSandbox],
+) -> None:
+    harness, _ = gated
+    fill_memory(harness)
+    before = harness.engine.status().num_steps
+    harness.apply(protocol.Ping(1))
+    assert harness.step()
+    assert harness.engine.status().num_steps == before
 
 
 def test_fork_does_not_wait_for_a_blocked_parent(
