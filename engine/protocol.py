@@ -360,9 +360,8 @@ class Checked(Struct, frozen=True, array_like=True, tag="checked"):
     """Whether the text matches; None without a text."""
 
 
-Report: TypeAlias = (
-    Filled | Embedded | Tokens | Finished | Failed | Aborted | StatusReport | Pong | Checked
-)
+ContextReport: TypeAlias = Filled | Embedded | Tokens | Finished | Failed | Aborted
+Report: TypeAlias = ContextReport | StatusReport | Pong | Checked
 
 
 # --- frames -----------------------------------------------------------------------------

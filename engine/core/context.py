@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..kv.radix_tree import RadixNode
 from ..runner.base import ScheduledSequence
@@ -31,13 +31,17 @@ CACHED: Final = 2
 RECOMPUTED: Final = 3
 
 
-@dataclass(slots=True)
-class FillCounters:
-    """Token counts of one Fill by source: COMPUTED, SHARED, CACHED, RECOMPUTED."""
+def _no_tokens() -> list[int]:
+    return [0, 0, 0, 0]
 
-    end: int | None = None
-    """Position after the Fill's last token. None for tokens that no Fill has claimed yet."""
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+
+class FillCounters(NamedTuple):
+    """Token counts of one Fill."""
+
+    end: int
+    """Position after the Fill's last token."""
+    counts: list[int]
+    """By source: COMPUTED, SHARED, CACHED, RECOMPUTED."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +61,10 @@ class Context:
     depth: int = 0
     next_use: float | None = None
     generation: GenerationState | None = None
-    fill_counters: list[FillCounters] = field(default_factory=lambda: [FillCounters()])
-    """One per unanswered Fill, in order, and an open one at the end."""
+    fills: list[FillCounters] = field(default_factory=list)
+    """Unanswered Fills, in order."""
+    unclaimed: list[int] = field(default_factory=_no_tokens)
+    """Counts of tokens after those Fills, by source. The next Fill takes them over."""
     num_counted: int = 0
     """Tokens before this position were counted."""
     generated_ranges: list[list[int]] = field(default_factory=list)
@@ -92,7 +98,7 @@ class Context:
     @property
     def has_work(self) -> bool:
         """Whether tokens must be filled or generated."""
-        return self.generation is not None or len(self.fill_counters) > 1
+        return self.generation is not None or bool(self.fills)
 
     @property
     def is_blocked(self) -> bool:
@@ -108,6 +114,17 @@ class Context:
         """Return whether this context has the higher priority: by rank, then by arrival."""
         return (self.rank, self.arrival) < (other.rank, other.arrival)
 
+    def add_fill(self) -> None:
+        """Add a Fill that ends with the last token."""
+        self.fills.append(FillCounters(len(self.ids), self.unclaimed))
+        self.unclaimed = _no_tokens()
+
+    def pop_complete_fill(self) -> list[int] | None:
+        """Remove the first Fill if all its tokens have KV. Return its counts by source."""
+        if self.fills and self.fills[0].end <= self.num_computed:
+            return self.fills.pop(0).counts
+        return None
+
     def count_reused(self, source: int, begin: int, end: int) -> int:
         """Count tokens whose KV was reused. Return how many are counted for the first time."""
         return self._count_new(source, begin, end)
@@ -115,7 +132,8 @@ class Context:
     def count_computed(self, begin: int, end: int) -> tuple[int, int]:
         """Count tokens that went through the model. Return (computed, recomputed)."""
         num_recomputed = max(0, min(end, self.num_counted) - begin)
-        self.fill_counters[0].counts[RECOMPUTED] += num_recomputed
+        counts = self.fills[0].counts if self.fills else self.unclaimed
+        counts[RECOMPUTED] += num_recomputed
         return self._count_new(COMPUTED, begin + num_recomputed, end), num_recomputed
 
     def _count_new(self, source: int, begin: int, end: int) -> int:
@@ -136,11 +154,12 @@ class Context:
     def _assign_to_fills(self, source: int, begin: int, end: int) -> int:
         """Add the tokens of a range to the counters of the Fills that they belong to."""
         num = max(0, end - begin)
-        for counters in self.fill_counters:
-            fill_end = end if counters.end is None else min(end, counters.end)
+        for fill in self.fills:
+            fill_end = min(end, fill.end)
             if begin < fill_end:
-                counters.counts[source] += fill_end - begin
+                fill.counts[source] += fill_end - begin
                 begin = fill_end
+        self.unclaimed[source] += max(0, end - begin)
         return num
 
 

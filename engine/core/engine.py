@@ -10,8 +10,9 @@ tokens (`batch_scheduler`) and of blocks (`kv.manager`).
 
 Invariants: every Generate that `apply` accepts ends in one Finished or Failed, unless it is
 aborted or freed. A failed context no longer exists; further commands on it fail with the same
-error, until it is freed. A step that raises fails the contexts in it and no others, unless the
-device is lost: then `step` raises `DeviceLostError`, the process ends, and the server replaces it.
+error, until it is freed or `_MAX_FAILED` others have failed. A step that raises fails the contexts
+in it and no others, unless the device is lost: then `step` raises `DeviceLostError`, the process
+ends, and the server replaces it.
 
 The server may free a context while forks still wait for its tokens. Such a context is
 *detached*: it runs without reports until the forks have its tokens, and is then released.
@@ -23,6 +24,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Final
 
 from cachetools import LRUCache
 
@@ -32,20 +34,13 @@ from ..runner.base import CompletedStep, Handle, Runner, ScheduledSequence
 from . import pooling
 from .batch_scheduler import schedule_step
 from .command_validation import check_fork, check_ids, check_length, check_start
-from .context import (
-    CACHED,
-    COMPUTED,
-    RECOMPUTED,
-    SHARED,
-    Context,
-    EngineCounters,
-    FillCounters,
-)
+from .context import CACHED, COMPUTED, RECOMPUTED, SHARED, Context, EngineCounters
 from .lookahead import FailedLaunch, InFlightStep, is_stale, schedule_lookahead
 from .output_processor import ConstraintProvider, OutputProcessor
 
 _log = logging.getLogger(__name__)
-_MAX_FAILED = 4096
+_MAX_FAILED: Final = 4096
+"""Failed contexts that the engine remembers. The server frees a failed context at once."""
 
 
 class EngineCore:
@@ -72,7 +67,7 @@ class EngineCore:
         self._failed: LRUCache[int, protocol.Failed] = LRUCache(_MAX_FAILED)
         # Freed by the server while forks wait for their tokens.
         self._detached: list[Context] = []
-        # Contexts with work. `_sort` removes idle ones and orders the others by priority.
+        # Contexts with work. `_prepare_active` removes idle ones and sorts the others.
         self._active: list[Context] = []
         self._is_sorted = True
         self._may_have_idle = False
@@ -84,7 +79,8 @@ class EngineCore:
         self._num_tokens = 0
         self._in_flight: InFlightStep | None = None
         self._lacks_memory = False
-        """Whether no row fits into memory that contexts hold which wait for their constraints."""
+        """Whether nothing can run because contexts that wait for their constraints hold the memory.
+        Until a command arrives or a constraint is ready."""
         self._reports: list[protocol.Report] = []
 
     # --- commands -----------------------------------------------------------------------
@@ -175,14 +171,13 @@ class EngineCore:
     def step(self) -> protocol.StepReport | None:
         """Run the model once. Return None if there is nothing to run and nothing to report."""
         self._outputs.poll_constraints()
-        self._sort()
+        self._prepare_active()
         previous = self._in_flight
         if previous is not None:
             self._in_flight = self._launch_lookahead(previous)
             self._complete_step(previous)
             if self._in_flight is not None:
                 self._in_flight.sample_deferred()
-            self._sort()
         if self._in_flight is None and not all(context.is_stalled for context in self._active):
             self._in_flight = self._launch_scheduled()
         started = self._in_flight
@@ -281,6 +276,7 @@ class EngineCore:
                 kv.trim(context)
                 continue
             generation, end = context.generation, row.length
+            # The common case: a generated token counts as neither computed nor recomputed.
             if generation is not None and context.num_counted == row.start >= generation.num_prompt:
                 context.num_counted = end
             else:
@@ -291,22 +287,17 @@ class EngineCore:
             pooling.add(context, row)
             if end // size > context.depth:
                 kv.commit(context)
-            if len(context.fill_counters) > 1:
+            if context.fills:
                 self._answer_fills(context)
-            if (
-                token_id is not None
-                and generation is not None
-                and not (discarded and context in discarded)
-            ):
-                # A row of a lookahead step is not the context's own.
-                context.row.logprob = row.logprob
-                self._outputs.process_token(context, generation, token_id)
+            if token_id is None or generation is None or context in discarded:
+                continue
+            # A lookahead step has rows of its own, and the output processor reads the context's.
+            context.row.logprob = row.logprob
+            self._outputs.process_token(context, generation, token_id)
 
     def _answer_fills(self, context: Context) -> None:
         """Report the Fills whose tokens all have KV."""
-        fill_counters = context.fill_counters
-        while fill_counters[0].end is not None and fill_counters[0].end <= context.num_computed:
-            counts = fill_counters.pop(0).counts
+        while (counts := context.pop_complete_fill()) is not None:
             self._may_have_idle = True
             if context.hidden_sum is not None:
                 self._reports.append(pooling.embedded(context))
@@ -332,7 +323,7 @@ class EngineCore:
         """Send a report with the next StepReport."""
         self._reports.append(report)
 
-    def mark_idle(self, context: Context) -> None:
+    def expect_idle(self) -> None:
         """Note that a context may have no work left."""
         self._may_have_idle = True
 
@@ -358,8 +349,7 @@ class EngineCore:
             raise protocol.EngineError(failure.code, failure.message)
         context = self._contexts.get(command.context)
         check_start(command, context)
-        is_pooled = isinstance(command, protocol.Embed)
-        if isinstance(command, protocol.Embed):
+        if is_pooled := isinstance(command, protocol.Embed):
             command = pooling.fill_of(command, self._runner.capabilities)
         parent = None
         if command.parent is not None:
@@ -394,8 +384,7 @@ class EngineCore:
         check_length(length, self._limits)
         check_ids(command.tokens, self._runner.num_ids)
         context.ids.extend(command.tokens)
-        context.fill_counters[-1].end = length
-        context.fill_counters.append(FillCounters())
+        context.add_fill()
         # A queued context may share blocks of a step in flight: it is answered after that step.
         if length == context.num_computed and not context.is_queued:
             self._answer_fills(context)
@@ -414,7 +403,11 @@ class EngineCore:
         if context is None:
             return
         # Drop its reports, including those collected before this command.
-        self._reports = [r for r in self._reports if getattr(r, "context", None) != context_id]
+        self._reports = [
+            report
+            for report in self._reports
+            if not isinstance(report, protocol.ContextReport) or report.context != context_id
+        ]
         self._outputs.discard(context)
         if context.num_waiting_forks and context.has_work:
             context.pending_free = num_cached_tokens
@@ -426,14 +419,11 @@ class EngineCore:
     def _abort(self, context_id: int) -> None:
         """Free a context, and report the tokens of its output, if it has not ended."""
         context = self._contexts.get(context_id)
-        generation = None if context is None else context.generation
         num_decoded = num_forced = 0
-        if generation is not None:
+        if context is not None and (generation := context.generation) is not None:
             num_decoded, num_forced = generation.num_decoded, generation.num_forced
             if self._in_flight is not None:
-                rows = self._in_flight.rows
-                num_decoded += sum(row.context == context_id and bool(row.sampling) for row in rows)
-                num_decoded -= context in self._in_flight.discarded
+                num_decoded += self._in_flight.samples(context)
         self._free(context_id, 0)
         self._reports.append(protocol.Aborted(context_id, num_decoded, num_forced))
 
@@ -453,7 +443,7 @@ class EngineCore:
             self._in_flight = None
         self._may_have_idle = True
 
-    def _sort(self) -> None:
+    def _prepare_active(self) -> None:
         """Remove idle contexts from the active list, and sort it by priority."""
         self._remove_idle()
         if not self._is_sorted:

@@ -53,6 +53,13 @@ class InFlightStep:
     discarded: set[Context] = field(default_factory=set)
     """Contexts whose sampled id is not used."""
 
+    def samples(self, context: Context) -> bool:
+        """Return whether the step samples an id that a context will use."""
+        return context not in self.discarded and any(
+            each is context and row.sampling is not None
+            for each, row in zip(self.contexts, self.rows, strict=True)
+        )
+
     def sample_deferred(self) -> None:
         """Sample a step with deferred rows, now that the previous step was read."""
         if not any(row.is_deferred for row in self.rows):

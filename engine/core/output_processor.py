@@ -52,7 +52,7 @@ class ContextOwner(Protocol):
         """End a context with a failure."""
         ...
 
-    def mark_idle(self, context: Context) -> None:
+    def expect_idle(self) -> None:
         """Note that a context may have no work left."""
         ...
 
@@ -149,11 +149,7 @@ class OutputProcessor:
 
     def finish_if_complete(self, context: Context, generation: GenerationState) -> None:
         """Finish an output that has ended, once its prompt is filled and its text validated."""
-        if (
-            generation.finish_reason is None
-            or len(context.fill_counters) > 1
-            or generation.is_blocked
-        ):
+        if generation.finish_reason is None or context.fills or generation.is_blocked:
             return
         constraint = generation.constraint
         if generation.needs_validation and constraint is not None:
@@ -241,7 +237,7 @@ class OutputProcessor:
         finished = generation.report(context.id)
         self._owner.report(finished)
         self.discard(context)
-        self._owner.mark_idle(context)
+        self._owner.expect_idle()
         length = generation.num_prompt + finished.num_kept
         if length < len(context.ids):
             self._kv.truncate(context, length)

@@ -249,7 +249,7 @@ class ServerDouble:
         known.generated = []
 
     def _take(self, report: protocol.Report) -> None:
-        if isinstance(report, protocol.StatusReport | protocol.Pong | protocol.Checked):
+        if not isinstance(report, protocol.ContextReport):
             return
         if isinstance(report, protocol.Aborted):
             assert report.context not in self.known

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.engine.core.batch_scheduler import schedule_step
-from conure.engine.core.context import Context, FillCounters
+from conure.engine.core.context import Context
 from conure.engine.core.generation import GenerationState
 from conure.engine.protocol import EngineLimits, SamplingParams
 from conure.engine.text.byte_tokenizer import tokenizer_json
@@ -41,7 +41,7 @@ def context(number: int, length: int, computed: int = 0, *, generates: bool = Fa
             SamplingParams(9), length, length + 9, frozenset(), detokenizer
         )
     else:
-        made.fill_counters = [FillCounters(length), FillCounters()]
+        made.add_fill()
     return made
 
 
