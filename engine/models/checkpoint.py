@@ -28,7 +28,7 @@ from ..text import byte_tokenizer
 class Checkpoint:
     """The contents of a model folder, without its weights."""
 
-    folder: Path
+    path: Path
     """A folder, or a config file if `read_dummy` read one; transformers accepts both."""
     config: dict[str, Any]
     """The content of config.json."""
@@ -116,7 +116,7 @@ def read_dummy(path: str) -> Checkpoint:
             f" {byte_tokenizer.VOCAB_SIZE} ids of the byte tokenizer",
         )
     return Checkpoint(
-        folder=found,
+        path=found,
         config=config,
         tokenizer_json=byte_tokenizer.tokenizer_json(size),
         chat_template=byte_tokenizer.CHAT_TEMPLATE,
@@ -162,7 +162,7 @@ def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkp
     tokenizer_json = _text(tokenizer_path)
     tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
     return Checkpoint(
-        folder=found,
+        path=found,
         config=config,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),

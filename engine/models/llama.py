@@ -59,7 +59,7 @@ def load(
     """
     chosen: torch.dtype = getattr(torch, checkpoint.dtype_name(source.config, dtype, device))
     try:
-        paths = inspection.weight_files(source.folder)
+        paths = inspection.weight_files(source.path)
         with torch.device("meta"):
             model = LlamaLikeDecoder(config)
         needed = {name: [*weight.shape] for name, weight in model.named_parameters()}

@@ -12,8 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import torch
-
 from ..protocol import ModelPurpose
 from ..testing import random_model
 from . import builtin, checkpoint, llama, llama_config
@@ -71,11 +69,11 @@ def read_config(source: Checkpoint, *, is_dummy: bool) -> DecoderConfig:
     Raises:
         EngineError: `model.unsupported` if the model cannot run.
     """
-    # Random weights are transformers' initial values.
+    # Only transformers initializes random weights.
     config = None if is_dummy else llama_config.read(source.config)
     if config is not None:
         return config
-    # Importing it takes half of an engine's start.
+    # `weights` imports transformers, which takes half of an engine's start.
     from . import weights
 
     return weights.read_config(source)
@@ -86,46 +84,46 @@ def load(
     source: Checkpoint,
     config: DecoderConfig,
     dtype: str,
-    device: torch.device,
+    device: str,
     *,
     is_dummy: bool,
 ) -> LoadedModel:
     """Load the weights of a checkpoint, or create random ones.
 
     Args:
-        name: As in `find`.
+        name: The name that `source` was found by.
         source: The result of `find`.
         config: The result of `read_config` for it.
         dtype: As in `checkpoint.dtype_name`.
-        device: The device.
+        device: The device of the weights.
         is_dummy: As in `find`.
 
     Raises:
         EngineError: `model.invalid` or `model.unsupported`.
     """
-    model = _load(source, config, dtype, str(device), is_dummy=is_dummy)
+    model = _load(source, config, dtype, device, is_dummy=is_dummy)
     if name in _OWN_MODELS and not is_dummy:
         own = _OWN_MODELS[name]
         return LoadedModel(name, own.description, source, model, own.purpose)
     description = _describe(model, is_dummy=is_dummy)
     purpose: ModelPurpose = "test" if is_dummy else "general"
-    return LoadedModel(_public_name(name, source.folder), description, source, model, purpose)
+    return LoadedModel(_public_name(name, source.path), description, source, model, purpose)
 
 
 def _load(
     source: Checkpoint, config: DecoderConfig, dtype: str, device: str, *, is_dummy: bool
 ) -> Decoder:
-    """Load or create a model, by transformers if it is not Llama-like or has other weights."""
+    """Load with `llama` if config and weights are Llama-like, otherwise with transformers."""
     if isinstance(config, LlamaConfig):
+        assert not is_dummy, "`read_config` has no LlamaConfig for random weights"
         model = llama.load(source, config, dtype, device)
         if model is not None:
             return model
-    # See `read_config`.
-    from . import weights
+    from . import weights  # see `read_config`
 
-    known = weights.read_config(source) if isinstance(config, LlamaConfig) else config
+    transformers_config = weights.read_config(source) if isinstance(config, LlamaConfig) else config
     load_or_make = weights.make if is_dummy else weights.load
-    return load_or_make(source, known, dtype, device)
+    return load_or_make(source, transformers_config, dtype, device)
 
 
 def _locate(name: str) -> Path:
@@ -135,16 +133,16 @@ def _locate(name: str) -> Path:
     return random_model.create_cached() if name == SEEDED else checkpoint.locate(name)
 
 
-def _public_name(name: str, folder: Path) -> str:
+def _public_name(name: str, path: Path) -> str:
     """Return the name that programs use: the last part of the path or hub name."""
-    if folder.is_file():  # the config of a dummy model
-        return folder.parent.name if folder.name == "config.json" else folder.stem
-    return Path(name).name if not Path(name).expanduser().is_dir() else folder.name
+    if path.is_file():  # the config of a dummy model
+        return path.parent.name if path.name == "config.json" else path.stem
+    return path.name if Path(name).expanduser().is_dir() else Path(name).name
 
 
 def _describe(model: Decoder, *, is_dummy: bool) -> str:
-    is_ours = isinstance(model, LlamaLikeDecoder)
-    name = model.config.architecture if is_ours else type(model).__name__
+    is_llama_like = isinstance(model, LlamaLikeDecoder)
+    name = model.config.architecture if is_llama_like else type(model).__name__
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    description = f"{name}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
+    description = f"{name}, {millions:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
     return f"{description}, random weights: its text means nothing" if is_dummy else description

@@ -55,7 +55,7 @@ def load(
     try:
         # Annotated as a model, but a pair because of `output_loading_info`.
         pair: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.folder),
+            str(checkpoint.path),
             # The library writes the name of the attention into its config.
             config=copy.deepcopy(config),
             dtype=getattr(torch, dtype_name(checkpoint.config, dtype, device)),
@@ -68,19 +68,19 @@ def load(
         )
     except _FAILURES as error:
         raise EngineError(
-            "model.invalid", f"cannot load {checkpoint.folder}: {_line(error)}"
+            "model.invalid", f"cannot load {checkpoint.path}: {_line(error)}"
         ) from error
     model, report = pair
     if report["missing_keys"]:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise EngineError(
-            "model.invalid", f"the weights in {checkpoint.folder} are incomplete; missing: {some}"
+            "model.invalid", f"the weights in {checkpoint.path} are incomplete; missing: {some}"
         )
     if report["mismatched_keys"]:
         name, actual, expected = min(report["mismatched_keys"])
         raise EngineError(
             "model.invalid",
-            f"the weights in {checkpoint.folder} do not match its config.json: {name} has shape "
+            f"the weights in {checkpoint.path} do not match its config.json: {name} has shape "
             f"{list(actual)}, the config needs {list(expected)}",
         )
     return _ready(model.to(device))
@@ -119,7 +119,7 @@ def make(
             )
     except _FAILURES as error:
         raise EngineError(
-            "model.invalid", f"cannot create a model from {checkpoint.folder}: {_line(error)}"
+            "model.invalid", f"cannot create a model from {checkpoint.path}: {_line(error)}"
         ) from error
     _keep_in_float32(model)
     return _ready(model)
@@ -141,17 +141,17 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
 
 def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """Read the config of a folder and check that its model can run."""
-    folder = str(checkpoint.folder)
+    path = str(checkpoint.path)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, **_LOCAL)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, **_LOCAL)
     # Configs raise their own error classes, whose only common base is Exception.
     except Exception as error:
         kind = checkpoint.config.get("model_type")
         raise EngineError(
             "model.unsupported",
-            f"transformers cannot read {folder} (model type {kind!r}): {_line(error)}",
+            f"transformers cannot read {path} (model type {kind!r}): {_line(error)}",
         ) from error
-    attention_hook.model_class(config, folder)
+    attention_hook.model_class(config, path)
     attention_hook.register()
     return config
 

@@ -171,13 +171,14 @@ class TorchModelRunner(Runner):
         checkpoint = registry.find(name, is_dummy=is_dummy)
         model_config = registry.read_config(checkpoint, is_dummy=is_dummy)
         capacity.check(model_config, requested)
+        device = str(self._backend.device)
         loaded = registry.load(
-            name, checkpoint, model_config, config.dtype, self._backend.device, is_dummy=is_dummy
+            name, checkpoint, model_config, config.dtype, device, is_dummy=is_dummy
         )
         self._model = loaded.model
         parameters = inspect.signature(loaded.model.forward).parameters
         self._has_logits_to_keep = "logits_to_keep" in parameters
-        self.layers = probe.probe(loaded.model, str(checkpoint.folder))
+        self.layers = probe.probe(loaded.model, str(checkpoint.path))
         self.model, self.description = loaded.name, loaded.description
         self.purpose = loaded.purpose
         self.tokenizer_json = checkpoint.tokenizer_json

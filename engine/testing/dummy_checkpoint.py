@@ -52,7 +52,7 @@ def write(config: str, folder: Path, *, dtype: str = "auto", seed: int = weights
     found = checkpoint.read_dummy(config)
     # Any, because transformers types the methods of models as modules.
     model: Any = weights.make(found, weights.read_config(found), dtype, seed=seed)
-    source = found.folder if found.folder.is_dir() else found.folder.parent
+    source = found.path if found.path.is_dir() else found.path.parent
     if not (source / "tokenizer.json").is_file():
         ends = list(found.eos_ids)
         model.config.eos_token_id = ends

@@ -39,7 +39,7 @@ def test_layers_of_our_decoders_equal_those_that_the_probe_finds(
     folder = shrunk.write(tmp_path, family, **shrunk.FAMILIES[family])
     source = checkpoint.read(folder)
     config = registry.read_config(source, is_dummy=False)
-    ours = registry.load("it", source, config, "float32", torch.device("cpu"), is_dummy=False).model
+    ours = registry.load("it", source, config, "float32", "cpu", is_dummy=False).model
     assert isinstance(ours, LlamaLikeDecoder)
     theirs = small(family, **shrunk.FAMILIES[family])
     assert probe.probe(ours, "it") == probe.probe(theirs, "it")
