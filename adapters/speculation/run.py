@@ -63,6 +63,11 @@ class _TimeLimit:
             self._end_s = now_s + self.timeout_s
         return max(0.0, self._end_s - now_s)
 
+    def error(self) -> NotReadyError:
+        """Return the error of a call whose time is over."""
+        assert self.timeout_s is not None
+        return NotReadyError.after(self.timeout_s)
+
     def first_wait_s(self, client: Client) -> float | None:
         """Return how long the call waits for the first answer of the server.
 
@@ -240,7 +245,7 @@ class SpeculativeRun:
                 try:
                     event = inbox.get(timeout=limit.left_s())
                 except queue.Empty:
-                    raise NotReadyError.after(limit.timeout_s) from None
+                    raise limit.error() from None
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -268,7 +273,7 @@ class SpeculativeRun:
                     async with asyncio.timeout(limit.left_s()):
                         event = await inbox.get()
                 except TimeoutError:
-                    raise NotReadyError.after(limit.timeout_s) from None
+                    raise limit.error() from None
                 if isinstance(event, Exception):
                     raise event
                 yield event

@@ -1,9 +1,9 @@
-"""The errors of the client, and those that replies describe."""
+"""The client's own errors, and the conversion of error replies and problems to exceptions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -43,13 +43,13 @@ class NotReadyError(ConureError, TimeoutError):
     status = 408
 
     @classmethod
-    def after(cls, timeout_s: float | None) -> Self:
-        """Return the error of a model call."""
+    def after(cls, timeout_s: float) -> Self:
+        """Return the error of a model call that has no answer within its time limit."""
         return cls("client.not_ready", f"the call has no answer after {timeout_s:g} s")
 
 
-class OpenAIError(msgspec.Struct, frozen=True):
-    """The error of a route in OpenAI's shape."""
+class OpenAIErrorBody(msgspec.Struct, frozen=True):
+    """The error in a reply of OpenAI's API."""
 
     message: str = ""
     code: str | None = None
@@ -65,8 +65,20 @@ class ProblemBody(msgspec.Struct, frozen=True):
     path: str | None = None
     variable_status: str | None = None
     """Set if the requested variable has ended without a value."""
-    error: OpenAIError | None = None
+    error: OpenAIErrorBody | None = None
     """Instead of the other fields, on the routes of OpenAI's API."""
+
+
+_CLASSES: Final[Mapping[int, type[ConureError]]] = {
+    400: ProgramError,
+    404: NotFoundError,
+    409: ConflictError,
+    422: ExpressionError,
+    424: RunError,
+    429: UnavailableError,
+    503: UnavailableError,
+}
+"""By the status of the reply."""
 
 
 def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
@@ -80,9 +92,9 @@ def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
 
 def failure_of(problem: Problem) -> ConureError:
     """Return the error that a problem in an event or a status describes."""
-    return _error_class(RunError.status, problem.code)(
-        problem.code, problem.message or problem.code
-    )
+    # A problem without a reply is a failure of the run.
+    error_class = _error_class(RunError.status, problem.code)
+    return error_class(problem.code, problem.message or problem.code)
 
 
 def error_of(reply: Reply) -> ConureError:
@@ -91,7 +103,7 @@ def error_of(reply: Reply) -> ConureError:
     code, message = problem.code, problem.detail or problem.title
     if not code:  # every error of a Conure server has a code
         code = f"http.{reply.status}"
-        message = foreign_reply(reply, f" and the message {message!r}" if message else "")
+        message = foreign_reply_message(reply, f" and the message {message!r}" if message else "")
     return _error_class(reply.status, code)(
         code,
         message or f"the server answered {reply.status}",
@@ -126,23 +138,14 @@ def _error_class(status: int, code: str) -> type[ConureError]:
         return PromptError
     if code.startswith("expr."):
         return ExpressionError
-    classes: dict[int, type[ConureError]] = {
-        400: ProgramError,
-        404: NotFoundError,
-        409: ConflictError,
-        422: ExpressionError,
-        424: RunError,
-        429: UnavailableError,
-        503: UnavailableError,
-    }
-    return classes.get(status, ConureError)
+    return _CLASSES.get(status, ConureError)
 
 
-def foreign_reply(reply: Reply, difference: str) -> str:
+def foreign_reply_message(reply: Reply, observed: str) -> str:
     """Return the message on a reply that is not in the format of a Conure server."""
     kind = reply.headers.get("content-type", "").partition(";")[0] or "no content type"
     software = f" ({reply.headers['server']})" if "server" in reply.headers else ""
     return (
         f"{reply.url or 'the server'}{software} answered with status {reply.status}, {kind}"
-        f"{difference}; is this a Conure server? `conure serve` prints its address"
+        f"{observed}; is this a Conure server? `conure serve` prints its address"
     )

@@ -16,7 +16,13 @@ import msgspec
 from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.errors import ConureError
 
-from .problems import ServerUnreachableError, error_of, foreign_reply, problem_of, retry_after_s
+from .problems import (
+    ServerUnreachableError,
+    error_of,
+    foreign_reply_message,
+    problem_of,
+    retry_after_s,
+)
 from .records import Flow, Reply, Request, Sleep
 from .retry import OutageTimer, Retry
 
@@ -101,7 +107,7 @@ def decode_reply(reply: Reply, record: type[T]) -> T:
     try:
         return decode_record(reply.body, record)
     except msgspec.MsgspecError as problem:
-        message = foreign_reply(
+        message = foreign_reply_message(
             reply, f" without a valid {record.__name__.lstrip('_')} ({problem})"
         )
         raise ConureError("client.answer", message, status=reply.status) from problem
