@@ -32,7 +32,9 @@ from ..llm.llm import Conure
 from ..llm.model_request import ModelRequest
 from .prompt_slots import SLOT, PromptSlot, planned_call, with_slots
 
-_PRINTING = re.compile(r"""\{\{\s*\w+\s*\}\}|\{%\s*(?:chat\s+role=(['"])\w+\1|endchat)\s*%\}""")
+_ALLOWED_MARKUP = re.compile(
+    r"""\{\{\s*\w+\s*\}\}|\{%\s*(?:chat\s+role=(['"])\w+\1|endchat)\s*%\}"""
+)
 """What a planned RichPromptTemplate may contain: printed variables, starts and ends of messages."""
 
 _LIBRARY_TEMPLATES = frozenset(
@@ -82,7 +84,7 @@ class PlanBuilder:
         reads: Sequence[PlannedCall] = (),
         when: Expression = None,
     ) -> PlannedCall | None:
-        """Add the call that `LLM.predict` makes; return None if its prompt cannot be known.
+        """Add the call that `LLM.predict` makes.
 
         Args:
             template: template of the prompt.
@@ -90,16 +92,22 @@ class PlanBuilder:
             slots: expressions for the marks.
             reads: calls whose answers the prompt and the condition read.
             when: condition under which the call runs.
+
+        Returns:
+            The planned call; None if slots cannot express how its prompt depends on an answer.
+
+        Raises:
+            NotPlanned: if the prompt depends on user code.
         """
-        if slots and _is_rich_chat(plain(self.llm, template)):
+        template = checked_template(self.llm, template, replaces_parser=self.output_cls is not None)
+        if slots and _is_rich_chat(template):
             # LlamaIndex trims and escapes the messages of such a template, depending on their text.
             return None
-        call = predicted(self.llm, template, {**self.prompt_args, **prompt_args}, self.output_cls)
-        if slots:
-            made = with_slots(call, slots)
-            if made is None:
-                return None
-            call = made
+        prompt_args = {**self.prompt_args, **prompt_args}
+        known = _request_of_predict(self.llm, template, prompt_args, self.output_cls)
+        call = with_slots(known, slots) if slots else known
+        if call is None:
+            return None
         return self.add_request(call, frozenset(each.variable for each in reads), when)
 
     def add_request(
@@ -112,24 +120,23 @@ class PlanBuilder:
         return planned
 
 
-def predicted(
+def _request_of_predict(
     llm: Conure,
     template: BasePromptTemplate,
     prompt_args: dict[str, Any],
-    output_cls: type[Any] | None = None,
+    output_cls: type[Any] | None,
 ) -> ModelRequest:
     """Return the call that `llm.predict(template, **prompt_args)` makes.
 
     Args:
         llm: LLM of the call.
-        template: template of the prompt.
+        template: the result of `checked_template`.
         prompt_args: template variables.
         output_cls: if given, return the call of `llm.structured_predict` with this class.
 
     Raises:
-        NotPlanned: if the prompt depends on user code.
+        NotPlanned: if the call uses a tool for the class.
     """
-    template = plain(llm, template, has_own_parser=output_cls is not None)
     kwargs: dict[str, Any] = {}
     if output_cls is not None:
         kwargs = llm.structured_output_options(output_cls, None)
@@ -146,30 +153,30 @@ def predicted(
     return llm.completion_request(llm._get_prompt(template, **prompt_args), kwargs, formatted=True)
 
 
-def plain(
-    llm: Conure, template: BasePromptTemplate, *, has_own_parser: bool = False
+def checked_template(
+    llm: Conure, template: BasePromptTemplate, *, replaces_parser: bool = False
 ) -> BasePromptTemplate:
-    """Return the template that is used for this LLM.
+    """Return the template that is used for this LLM, which runs no user code.
 
     Args:
         llm: LLM of the call.
         template: template of the prompt.
-        has_own_parser: the call replaces the output parser of the template.
+        replaces_parser: the call does not use the output parser of the template.
 
     Raises:
-        NotPlanned: if user code takes part in rendering it.
+        NotPlanned: if rendering it runs user code, with the reason.
     """
     if isinstance(template, SelectorPromptTemplate):
         template = template.select(llm)
     if type(template) is RichPromptTemplate:
         text = template.template_str
-        if text not in _LIBRARY_TEMPLATES and re.search(r"\{[{%#]", _PRINTING.sub("", text)):
-            raise NotPlanned("its RichPromptTemplate does more than to print variables")
+        if text not in _LIBRARY_TEMPLATES and re.search(r"\{[{%#]", _ALLOWED_MARKUP.sub("", text)):
+            raise NotPlanned("its RichPromptTemplate does more than print variables")
     elif type(template) not in (PromptTemplate, ChatPromptTemplate):
         raise NotPlanned(f"a {type(template).__name__} is rendered by custom code")
     if template.function_mappings:
         raise NotPlanned("its prompt has function_mappings")
-    has_parser = template.output_parser is not None and not has_own_parser
+    has_parser = template.output_parser is not None and not replaces_parser
     if has_parser or llm.output_parser is not None:
         raise NotPlanned("its prompt has an output parser")
     if not llm.is_chat_model:

@@ -34,7 +34,7 @@ from llama_index.core.response_synthesizers.context_only import ContextOnly
 from llama_index.core.response_synthesizers.no_text import NoText
 
 from ...speculation.planned_call import PlannedCall
-from .plan_builder import NotPlanned, PlanBuilder, plain
+from .plan_builder import NotPlanned, PlanBuilder, checked_template
 from .prompt_slots import fits, text_read
 
 
@@ -61,7 +61,7 @@ def plan_tree(
 
     With structured answers the root is not planned.
     """
-    plain(builder.llm, synthesizer._summary_template)
+    checked_template(builder.llm, synthesizer._summary_template)
     template = synthesizer._summary_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     chunks = helper.repack(template, text_chunks=texts, llm=builder.llm)
@@ -83,8 +83,8 @@ def plan_refine(
     """Plan a chain of answers, each refining the one before, as long as no chunk must be split."""
     helper = synthesizer._prompt_helper
     first, refine = synthesizer._text_qa_template, synthesizer._refine_template
-    plain(builder.llm, first)
-    plain(builder.llm, refine)
+    checked_template(builder.llm, first)
+    checked_template(builder.llm, refine)
     chunks = _refine_chunks(synthesizer, builder, query, texts)
     template = first.partial_format(query_str=query)
     before = next(_each(builder, template, "context_str", chunks[:1]), None)
@@ -127,8 +127,8 @@ def plan_compact(
     synthesizer: CompactAndRefine, builder: PlanBuilder, query: str, texts: Sequence[str]
 ) -> list[str]:
     """Plan `Refine` on chunks that fill the window; return the chunks."""
-    plain(builder.llm, synthesizer._text_qa_template)
-    plain(builder.llm, synthesizer._refine_template)
+    checked_template(builder.llm, synthesizer._text_qa_template)
+    checked_template(builder.llm, synthesizer._refine_template)
     chunks = synthesizer._make_compact_text_chunks(query, texts)
     plan_refine(synthesizer, builder, query, chunks)
     return chunks
@@ -138,7 +138,7 @@ def plan_accumulate(
     synthesizer: Accumulate, builder: PlanBuilder, query: str, texts: Sequence[str]
 ) -> None:
     """Plan one call per chunk."""
-    plain(builder.llm, synthesizer._text_qa_template)
+    checked_template(builder.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     for text in texts:
         chunks = synthesizer._prompt_helper.repack(template, [text], llm=builder.llm)
@@ -149,7 +149,7 @@ def plan_compact_accumulate(
     synthesizer: CompactAndAccumulate, builder: PlanBuilder, query: str, texts: Sequence[str]
 ) -> list[str]:
     """Plan `Accumulate` on chunks that fill the window; return the chunks."""
-    plain(builder.llm, synthesizer._text_qa_template)
+    checked_template(builder.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     chunks = helper.repack(template, texts, llm=builder.llm)
@@ -161,7 +161,7 @@ def plan_simple(
     synthesizer: SimpleSummarize, builder: PlanBuilder, query: str, texts: Sequence[str]
 ) -> None:
     """Plan one call on as much text as fits."""
-    plain(builder.llm, synthesizer._text_qa_template)
+    checked_template(builder.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     # LlamaIndex formats this list into the prompt without joining it.

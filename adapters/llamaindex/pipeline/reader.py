@@ -23,7 +23,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from conure.server.program.expressions.evaluate import variables
 from conure.server.program.ir import Expression
 
-from ..acceleration.plan_builder import NotPlanned, plain
+from ..acceleration.plan_builder import NotPlanned, checked_template
 from ..acceleration.prompt_slots import SLOT, PromptSlot, with_slots
 from ..acceleration.scope import app_class
 from ..llm.llm import Conure
@@ -166,7 +166,7 @@ class PipelineReader:
         if not isinstance(module.llm, Conure | None):
             raise NotPlanned("its prompt is formatted for another LLM")
         prompt = module.prompt
-        plain(module.llm or Conure.model_construct(output_parser=None), prompt)
+        checked_template(module.llm or Conure.model_construct(output_parser=None), prompt)
         printable = {name: self._printable(value) for name, value in inputs.items()}
         output = _run_module(module, printable)
         if set(self.placeholders(output)) - set(self.placeholders(printable)):

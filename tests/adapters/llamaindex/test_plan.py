@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llama_index.core.output_parsers import PydanticOutputParser
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.utils import get_tokenizer
 
+from conure.adapters.llamaindex import Conure
+from conure.adapters.llamaindex.acceleration.plan_builder import PlanBuilder
 from conure.adapters.llamaindex.acceleration.prompt_slots import (
     SLOT,
     PromptSlot,
@@ -24,6 +28,8 @@ from conure.adapters.speculation.planned_call import PlannedCall, holds, request
 from conure.adapters.speculation.registry import CallRecord, PlanFailedError, PlannedCallRegistry
 from conure.server.program.ir import Json
 from conure.server.program.status import Event
+
+from .conformance import Person
 
 
 def chat(content: Any, **output: Any) -> ModelRequest:
@@ -156,3 +162,12 @@ def test_pieces_joined_are_the_text_despite_restarts(text: str, data: Any) -> No
         made += reader.more(text[start:end], start)
         assert text.startswith(made)
     assert made + reader.more(text, 0) == text
+
+
+@pytest.mark.parametrize("num_slots", [0, 1])
+def test_parser_of_a_template_does_not_matter_if_the_call_replaces_it(num_slots: int) -> None:
+    builder = PlanBuilder(Conure(), "part", lambda hint: hint)
+    builder.output_cls = Person
+    template = PromptTemplate("{text}", output_parser=PydanticOutputParser(Person))
+    slot = builder.slot(text_read("a"))
+    assert builder.add(template, {"text": slot.placeholder}, [slot][:num_slots]) is not None
