@@ -5,7 +5,7 @@ report of every call. Nothing here blocks except the wait for an answer, as span
 the app's event loop.
 
 Invariants: every wait ends with an answer or an exception. After the end of the run nothing runs on
-the server, except a stream that is still read.
+the server, except programs with an answer that the app still reads.
 """
 
 from __future__ import annotations
@@ -84,22 +84,20 @@ class PlannedRun:
 
     def answer(self, call: ModelRequest) -> FinalAnswer:
         """Wait for the answer to a call; see `CallBackend`."""
-        stream: AnswerStream | None = None
+        answer: AnswerStream | None = None
         with self._reading(call), closing(self._run.follow(*self._claim(call))) as events:
-            for stream, event in events:
-                stream.feed(event)
-        assert stream is not None, "the end of an answer is an event"
-        return FinalAnswer(stream.result(), stream.program)
+            for answer, event in events:
+                answer.feed(event)
+        return _final(answer)
 
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
         """`answer`, with await."""
-        stream: AnswerStream | None = None
+        answer: AnswerStream | None = None
         with self._reading(call):
             async with OwnedGenerator(self._run.afollow(*self._claim(call))) as events:
-                async for stream, event in events:
-                    stream.feed(event)
-        assert stream is not None, "the end of an answer is an event"
-        return FinalAnswer(stream.result(), stream.program)
+                async for answer, event in events:
+                    answer.feed(event)
+        return _final(answer)
 
     def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
         """Yield the answer in pieces. The call is sent now, not when the first piece is read."""
@@ -118,23 +116,22 @@ class PlannedRun:
         return stream
 
     def _release_if_dropped(self, stream: object, record: CallRecord) -> None:
-        """Let the call of a stream end when the app drops the stream, also without reading it.
-
-        The garbage collector may run in a thread that holds a lock of the run.
-        """
+        """Let the call of a stream end when the app drops the stream, also without reading it."""
 
         def release() -> None:
             self._registry.release([record])
             if self._is_over:
                 self._run.flush()
 
+        # The I/O thread runs `release`: the garbage collector may run in a thread that holds a lock
+        # of the run.
         weakref.finalize(stream, self._wake, release).atexit = False
 
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.
 
         A program with an answer that the app still reads is cancelled once the app has the answer
-        or stops reading. If the app failed, only those with streams are kept.
+        or stops reading; if the app failed and reads no stream, it is cancelled at once.
         """
         with self._registry.lock:
             if self._is_over:
@@ -148,8 +145,10 @@ class PlannedRun:
     def _claim(self, call: ModelRequest) -> _ClaimedCall:
         """Return the planned call for a call of the app; else send the app's call."""
         with self._registry.lock:
-            record = self._registry.claim(call.node("", ""))
-            calls, index, path = self._report.calls, len(self._report.calls), self._path()
+            record = self._registry.claim(call.node("", ""))  # ids are not compared
+            path = self._path()
+            calls = self._report.calls
+            index = len(calls)
             if record is None:
                 calls.append(CallReport(path, is_planned=False, reason="not planned"))
                 record = self._send(call)
@@ -168,28 +167,26 @@ class PlannedRun:
     def _stream(
         self, call: ModelRequest, claimed: _ClaimedCall
     ) -> Generator[str | FinalAnswer, None, None]:
-        stream: AnswerStream | None = None
+        answer: AnswerStream | None = None
         with (
             self._reading(call, is_stream=True),
             closing(self._run.follow(*claimed)) as events,
         ):
-            for stream, event in events:
-                if text := stream.feed(event):
+            for answer, event in events:
+                if text := answer.feed(event):
                     yield text
-        assert stream is not None, "the end of an answer is an event"
-        yield FinalAnswer(stream.result(), stream.program)
+        yield _final(answer)
 
     async def _astream(
         self, call: ModelRequest, claimed: _ClaimedCall
     ) -> AsyncGenerator[str | FinalAnswer, None]:
-        stream: AnswerStream | None = None
+        answer: AnswerStream | None = None
         with self._reading(call, is_stream=True):
             async with OwnedGenerator(self._run.afollow(*claimed)) as events:
-                async for stream, event in events:
-                    if text := stream.feed(event):
+                async for answer, event in events:
+                    if text := answer.feed(event):
                         yield text
-        assert stream is not None, "the end of an answer is an event"
-        yield FinalAnswer(stream.result(), stream.program)
+        yield _final(answer)
 
     @contextlib.contextmanager
     def _reading(
@@ -207,3 +204,9 @@ class PlannedRun:
                 is_over = self._is_over
             if is_over:
                 self._run.flush()
+
+
+def _final(answer: AnswerStream | None) -> FinalAnswer:
+    """Return the answer to a call whose events have all been read."""
+    assert answer is not None, "the end of an answer is an event"
+    return FinalAnswer(answer.result(), answer.program)
