@@ -230,10 +230,10 @@ class ChatConure(ChatSettings):
 
         The identifiers of the call are sent with it, as those of `invoke` are.
         """
-        run = CallRun()
-        chunks = super().stream(input, run.add_to(config), stop=stop, **kwargs)
+        call_run = CallRun()
+        chunks = super().stream(input, call_run.add_to(config), stop=stop, **kwargs)
         with contextlib.closing(cast("Generator[AIMessageChunk, None, None]", chunks)):
-            with run.active():  # the first step starts the call
+            with call_run.active():  # the first step starts the call
                 first = next(chunks, None)
             if first is not None:
                 yield first
@@ -248,14 +248,15 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> AsyncIterator[AIMessageChunk]:
         """Yield the answer in chunks, as `stream` does."""
-        run = CallRun()
-        chunks = super().astream(input, run.add_to(config), stop=stop, **kwargs)
+        call_run = CallRun()
+        chunks = super().astream(input, call_run.add_to(config), stop=stop, **kwargs)
         async with OwnedGenerator(cast("AsyncGenerator[AIMessageChunk, None]", chunks)) as owned:
-            with run.active():  # the first step starts the call
+            with call_run.active():  # the first step starts the call
                 first = await anext(owned, None)
             if first is not None:
                 yield first
-                async for chunk in chunks:  # `owned` is needed for the first step and the end
+                # `owned` swaps the hooks of the loop for each chunk; the first step alone needs it.
+                async for chunk in chunks:
                     yield chunk
 
     def _generate_with_cache(
@@ -293,13 +294,7 @@ class ChatConure(ChatSettings):
                 if chain_run is not None and not chain_run.is_direct(call.nodes):
                     result = chain_run.result(call.nodes, self.timeout)
                 else:
-                    run = self.connection().submit(
-                        call.program(self.timeout),
-                        retry_within_s=self.timeout,
-                        **attach_arguments(None),
-                    )
-                    if chain_run is not None:
-                        chain_run.note_direct_program(run.id)
+                    run = self._submit(call, chain_run, **attach_arguments(None))
                     with cancel_unless_completed(run):
                         values = run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
@@ -322,13 +317,7 @@ class ChatConure(ChatSettings):
                 if chain_run is not None and not chain_run.is_direct(call.nodes):
                     result = await chain_run.aresult(call.nodes, self.timeout)
                 else:
-                    run = await self.async_connection().submit(
-                        call.program(self.timeout),
-                        retry_within_s=self.timeout,
-                        **attach_arguments(None),
-                    )
-                    if chain_run is not None:
-                        chain_run.note_direct_program(run.id)
+                    run = await self._asubmit(call, chain_run, **attach_arguments(None))
                     async with acancel_unless_completed(run):
                         values = await run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
@@ -347,11 +336,11 @@ class ChatConure(ChatSettings):
         call = self._model_call(messages, stop, kwargs, run_manager)
         try:
             with self._call_errors(call):
-                node, run = call.only_node(), self._accelerated_run()
-                if run is None or run.is_direct([node]):
-                    chunks = self._chunks(call, run)
+                node, chain_run = call.only_node(), self._accelerated_run()
+                if chain_run is None or chain_run.is_direct([node]):
+                    chunks = self._chunks(call, chain_run)
                 else:
-                    chunks = run.chunks(node, self.timeout)
+                    chunks = chain_run.chunks(node, self.timeout)
                 with contextlib.closing(chunks):
                     for chunk in chunks:
                         check_answers(chunk, kwargs)
@@ -371,11 +360,11 @@ class ChatConure(ChatSettings):
         call = self._model_call(messages, stop, kwargs, run_manager)
         try:
             with self._call_errors(call):
-                node, run = call.only_node(), self._accelerated_run()
-                if run is None or run.is_direct([node]):
-                    chunks = self._achunks(call, run)
+                node, chain_run = call.only_node(), self._accelerated_run()
+                if chain_run is None or chain_run.is_direct([node]):
+                    chunks = self._achunks(call, chain_run)
                 else:
-                    chunks = run.achunks(node, self.timeout)
+                    chunks = chain_run.achunks(node, self.timeout)
                 async with OwnedGenerator(chunks) as owned:
                     async for chunk in owned:
                         check_answers(chunk, kwargs)
@@ -388,19 +377,41 @@ class ChatConure(ChatSettings):
     def _result_wait_s(self, run: Run | AsyncRun) -> float | None:
         """Return the time limit of `Run.result`.
 
-        None if the run's event stream is read: the server enforces the deadline and ends it.
+        None if the events of the run are read: the server ends their stream at the deadline.
         """
         return None if run.is_followed else self.timeout
+
+    def _submit(self, call: ModelCall, chain_run: ChainRun | None, **arguments: Any) -> Run:
+        """Submit a call as its own program.
+
+        Args:
+            call: of no accelerated chain, or direct (`ChainRun.is_direct`).
+            chain_run: the run of the accelerated chain around it.
+            **arguments: further arguments of `Client.submit`.
+        """
+        run = self.connection().submit(
+            call.program(self.timeout), retry_within_s=self.timeout, **arguments
+        )
+        if chain_run is not None:
+            chain_run.note_direct_program(run.id)
+        return run
+
+    async def _asubmit(
+        self, call: ModelCall, chain_run: ChainRun | None, **arguments: Any
+    ) -> AsyncRun:
+        """`_submit`, with await."""
+        run = await self.async_connection().submit(
+            call.program(self.timeout), retry_within_s=self.timeout, **arguments
+        )
+        if chain_run is not None:
+            chain_run.note_direct_program(run.id)
+        return run
 
     def _chunks(
         self, call: ModelCall, chain_run: ChainRun | None
     ) -> Generator[ChatGenerationChunk, None, None]:
-        """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
-        run = self.connection().submit(
-            call.program(self.timeout), follow=True, retry_within_s=self.timeout
-        )
-        if chain_run is not None:
-            chain_run.note_direct_program(run.id)
+        """Yield the chunks of a call that is its own program; see `_submit`."""
+        run = self._submit(call, chain_run, follow=True)
         stream = AnswerStream(ANSWER, CALL, run.id)
         with cancel_unless_completed(run), contextlib.closing(run.events()) as events:
             for event in events:
@@ -411,12 +422,8 @@ class ChatConure(ChatSettings):
     async def _achunks(
         self, call: ModelCall, chain_run: ChainRun | None
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
-        run = await self.async_connection().submit(
-            call.program(self.timeout), follow=True, retry_within_s=self.timeout
-        )
-        if chain_run is not None:
-            chain_run.note_direct_program(run.id)
+        """`_chunks`, with await."""
+        run = await self._asubmit(call, chain_run, follow=True)
         stream = AnswerStream(ANSWER, CALL, run.id)
         async with acancel_unless_completed(run), OwnedGenerator(run.events()) as events:
             async for event in events:
@@ -449,9 +456,10 @@ class ChatConure(ChatSettings):
         if meta is not None:
             node["meta"] = meta
         nodes = answer_nodes(node, num_answers_of(self.n, kwargs))
-        thread, resumed = session_of(meta), None
-        # The session is resumed last: a call that is refused before does not take it.
+        thread = session_of(meta)
+        resumed = None
         if thread is None and current_run() is None:
+            # Resume last: a call that is refused above leaves the session to the next one.
             resumed = self._session_inference.resume(wire)
         return ModelCall(nodes, thread, resumed)
 

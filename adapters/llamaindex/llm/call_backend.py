@@ -1,4 +1,4 @@
-"""Backends that answer calls: `DirectBackend`, and the run of an accelerated app.
+"""The backend of model calls, `CallBackend`, and the one that submits each call as a program.
 
 Invariant: if a stream is closed early or a wait is interrupted, the program is cancelled. Nothing
 is submitted for a stream before its first item is read.
@@ -22,14 +22,16 @@ from .model_request import ANSWER, CALL, ModelRequest, program_of
 
 
 class FinalAnswer(NamedTuple):
-    """An answer in the `message` form, and the id of its program."""
+    """The answer to a call."""
 
     value: dict[str, Json]
+    """In the `message` form; see `ModelRequest.node`."""
     program: str
+    """Id of its program."""
 
 
 class CallBackend(Protocol):
-    """Answers calls."""
+    """What answers calls: the server directly, or the run of an accelerated app."""
 
     def answer(self, call: ModelRequest) -> FinalAnswer:
         """Wait for the answer to a call.
