@@ -18,6 +18,7 @@ from ..program.graph.instances import BodyInstance, BodyTemplate
 from ..program.ir import (
     Append,
     GenerateNode,
+    GraphNode,
     Job,
     Json,
     LoopNode,
@@ -241,15 +242,15 @@ class ProgramState:
     def _mark_cut(self, node_id: str, cut: FlowCut) -> None:
         """End the control flow of a job after a node, and after the nodes around it.
 
-        After a failure, the nearest `try` goes on: its handler decides. If none takes the failure,
-        the `try` fails and is cut itself.
+        After a failure, the nearest node that takes failures goes on. If no handler or item is
+        left, that node fails and is cut itself.
         """
         job = self.graph.nodes[node_id].job
         self.nodes[node_id].cut = cut
         body = self.graph.body_of(node_id)
         while body is not None:
             control = self.graph.nodes[body.control]
-            if control.job != job or (cut.reason == "failure" and isinstance(control, TryNode)):
+            if control.job != job or (cut.reason == "failure" and _takes_failures(control)):
                 return
             self.nodes[body.control].cut = cut
             body = self.graph.body_of(body.control)
@@ -379,6 +380,11 @@ def _cut_of(
     if isinstance(node, WaitNode):
         return FlowCut("failure", problem) if node.required else None
     cause = None if problem.cause is None else nodes.get(problem.cause)
-    if isinstance(node, TryNode) and cause is not None:
-        return cause.cut  # no handler took the failure
+    if _takes_failures(node) and cause is not None:
+        return cause.cut  # no handler took the failure, or no item succeeded
     return None
+
+
+def _takes_failures(node: GraphNode) -> bool:
+    """Whether a node may end with its values although a node in its bodies failed."""
+    return isinstance(node, TryNode) or (isinstance(node, MapNode) and node.fail == "all")

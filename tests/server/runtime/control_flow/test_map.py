@@ -272,6 +272,31 @@ async def test_failed_item_is_null_under_fail_all(tmp_path: Path) -> None:
         assert (error.code, "p.0" in error.message) == ("expr.json", True)
 
 
+@pytest.mark.parametrize(
+    ("docs", "result"), [(["1", "{"], [1, None]), (["{", "{"], "handled")], ids=["some", "no"]
+)
+async def test_a_map_under_fail_all_takes_failed_waits(
+    docs: list[str], result: Json, tmp_path: Path
+) -> None:
+    wait = {"id": "w", "op": "wait", "variables": ["o"], "required": True}
+    body = [expr("p", {"parse_json": var("x")}, "o", on_error="isolate"), wait]
+    nodes = [
+        {
+            "id": "t",
+            "op": "try",
+            "body": [
+                map_("docs", *body, collect={"a": "o"}, fail="all"),
+                expr("next", var("a"), after=["m"]),
+            ],
+            "handlers": [{"body": [expr("h", "handled")]}],
+            "merge": {"r": ["next", "h"]},
+        }
+    ]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, inputs={"docs": docs}, outputs=["r"])
+        assert await program.value("r") == result
+
+
 async def test_skipped_item_is_null(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         body = expr("e", var("x"), "o", when={"gt": [var("x"), 1]})
