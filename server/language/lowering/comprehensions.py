@@ -46,13 +46,14 @@ class ComprehensionLowerer:
             kind = common_kind([chosen.kind, other.kind])
             return Value({"if": [test.expression, chosen.expression, other.expression]}, kind)
         emitter = self._lowerer.emitter
-        bodies, names, kinds = [], [], []
+        bodies, flows, names, kinds = [], [], [], []
         for side in (node.body, node.orelse):
-            with emitter.body() as (block, _):
+            with emitter.body() as (block, flow):
                 value = self._lowerer.lower(side, scope)
                 names.append(emitter.materialized(value, "side"))
                 kinds.append(value.kind)
             bodies.append(block)
+            flows.append(flow)
         result = hint or emitter.unique("chosen")
         emitter.add(
             IfNode(
@@ -64,6 +65,7 @@ class ComprehensionLowerer:
                 **emitter.common(),
             )
         )
+        emitter.mark_control(result, flows)
         return var(result, common_kind(kinds))
 
     def comprehension(self, node: ast.ListComp, scope: NameScope, hint: str | None = None) -> Value:

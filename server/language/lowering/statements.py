@@ -374,7 +374,7 @@ class StatementLowerer:
             timeout_s=options.get("timeout"),
         )
         start, priority = len(emitter.block), emitter.priority
-        emitter.priority = options.get("priority") or priority
+        emitter.priority = options.get("priority", priority)
         with emitter.job(name, job):
             self.run(node.body, scope)
         emitter.priority = priority

@@ -231,6 +231,11 @@ def test_an_option_of_a_job_has_its_type(option: str) -> None:
     assert "cannot be" in error.message
 
 
+def test_the_priority_of_the_inner_job_counts_even_if_it_is_0() -> None:
+    source = "with job(priority=5):\n    with job(priority=0):\n        a = gen('x')\nyield a"
+    assert "priority" not in nodes_of(source)["a"]
+
+
 def test_inputs_are_declared_by_annotations_or_by_the_submission() -> None:
     program = compiled("question: str\ntop: int = 3\nyield gen(question + other)", inputs=["other"])
     assert msgspec.to_builtins(program.variables) == {
@@ -522,6 +527,18 @@ yield {'e': 5}
         "yield_4": ["yield"],
         "yield_5": ["yield"],
     }
+
+
+def test_statements_follow_the_wait_in_a_conditional_expression() -> None:
+    function = "def f(q):\n    a = gen(q)\n    wait(a)\n    return a\n"
+    nodes = nodes_of(f"c: bool\n{function}x = f('p') if c else ''\nb = gen('y')\nyield [x, b]")
+    assert nodes["b"]["after"] == ["x"]
+
+
+def test_a_comprehension_refuses_a_yield_in_a_condition() -> None:
+    function = "def f(q):\n    a = gen(q)\n    yield {'a': a}\n    return a\n"
+    error = error_of(f"xs: list\n{function}yield [f(x) if x else '' for x in xs]")
+    assert "write a `for` loop" in error.message
 
 
 def test_calls_start_without_waiting_for_yields() -> None:
