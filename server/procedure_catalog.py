@@ -210,6 +210,13 @@ class ProcedureCatalog:
         self, reference: str, run: RunProcedure, *, tenant: str, idempotency_key: str | None
     ) -> tuple[Accepted, bool]:
         """Submit a procedure as a program."""
+        # The key belongs to the request: the alias in it may have moved or be gone since then.
+        request = b"%s\n%s" % (reference.encode(), msgspec.json.encode(run))
+        accepted = await self._intake.find_accepted(
+            request, tenant=tenant, idempotency_key=idempotency_key
+        )
+        if accepted is not None:
+            return accepted, True
         procedure = await self._intake.library.find(tenant, reference)
         submission = Submission(
             program=procedure.program,
@@ -222,6 +229,7 @@ class ProcedureCatalog:
             body=msgspec.json.encode(submission),
             tenant=tenant,
             idempotency_key=idempotency_key,
+            request=request,
             is_expanded=True,
         )
 

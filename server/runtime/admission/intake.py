@@ -71,13 +71,20 @@ class ProgramIntake:
         body: bytes,
         tenant: str,
         idempotency_key: str | None,
+        request: bytes | None = None,
         is_expanded: bool = False,
     ) -> tuple[Accepted, bool]:
         """Accept a program; see `Service.submit`.
 
-        `is_expanded`: its procedure calls are expanded already.
+        Args:
+            submission: the program.
+            body: its JSON.
+            tenant: its owner.
+            idempotency_key: identifies the request.
+            request: what the client sent, if it is not `body`.
+            is_expanded: whether its procedure calls are expanded already.
         """
-        body_hash = hashlib.blake2b(body, digest_size=32).digest()
+        body_hash = _hash(body if request is None else request)
         if (known := await self._find_accepted(tenant, idempotency_key)) is not None:
             return await self._replay(tenant, body_hash, *known), True
         try:
@@ -126,6 +133,17 @@ class ProgramIntake:
                 raise _id_taken(submission.id) from error
             raise
         return _accepted(state.id, list(graph.outputs)), False
+
+    async def find_accepted(
+        self, request: bytes, *, tenant: str, idempotency_key: str | None
+    ) -> Accepted | None:
+        """Return the answer to an earlier request with the same key; None if there is none.
+
+        Raises:
+            ConflictError: `idempotency.conflict` if that request was another one.
+        """
+        known = await self._find_accepted(tenant, idempotency_key)
+        return None if known is None else await self._replay(tenant, _hash(request), *known)
 
     async def _find_accepted(self, tenant: str, key: str | None) -> tuple[str, bytes] | None:
         """Return the program of an idempotency key, and the hash of its submission.
@@ -328,8 +346,12 @@ class ProgramIntake:
                 "idempotency.conflict",
                 f"this Idempotency-Key belongs to program {program}, which has a different body",
             )
-        status = await self._programs.status(program, tenant)
+        status = await self._programs.status(program, tenant, nodes=())
         return _accepted(program, status.outputs)
+
+
+def _hash(request: bytes) -> bytes:
+    return hashlib.blake2b(request, digest_size=32).digest()
 
 
 def _objectives_of(submission: Submission) -> dict[str, Objective]:

@@ -97,6 +97,31 @@ async def test_an_alias_moves_only_to_an_equal_signature(tmp_path: Path) -> None
         assert {each.version for each in listed} == {first.version, second.version, third.version}
 
 
+async def test_a_repeated_run_starts_one_program_wherever_its_alias_is_by_then(
+    tmp_path: Path,
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        tenant, procedures = harness.tenant, harness.executor.procedures
+
+        async def run(reference: str, text: str) -> tuple[str, bool]:
+            body = RunProcedure(inputs={"text": text})
+            accepted, is_replay = await procedures.run(
+                reference, body, tenant=tenant, idempotency_key="k"
+            )
+            assert accepted.outputs == ["loud"]
+            return accepted.id, is_replay
+
+        await put(harness, "shout", SHOUT, "prod")
+        program, _ = await run("shout:prod", "a")
+        await put(harness, "shout", LOUDER, "prod")
+        assert await run("shout:prod", "a") == (program, True)
+        await procedures.remove_alias("shout", "prod", tenant=tenant)
+        assert await run("shout:prod", "a") == (program, True)
+        for reference, text in (("shout:prod", "b"), ("shout", "a")):
+            with pytest.raises(ConflictError):
+                await run(reference, text)
+
+
 async def test_procedures_survive_a_restart_and_programs_keep_their_version(tmp_path: Path) -> None:
     waiting = {"id": "ask", "op": "client", "name": "ask", "output": "word"}
     async with server_harness(tmp_path) as harness:
