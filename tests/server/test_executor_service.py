@@ -23,6 +23,7 @@ from conure.server.prompts.chat_template import ChatTemplate
 from conure.server.runtime.persistence import program_directory
 from conure.server.runtime.persistence.journaled_events import RecoveredState
 from conure.server.runtime.program_run import ProgramRun
+from conure.server.runtime.reporting import status as reported_status
 
 from .inprocess import (
     DelayedJournalWriter,
@@ -162,6 +163,17 @@ async def test_concurrent_submissions_with_one_key_share_a_program(tmp_path: Pat
         assert harness.executor.services.call_quota.num_calls == 0
         again = await harness.submit(nodes, outputs=["x"], key="k")
         assert again.id == programs[0].id
+
+
+async def test_a_repeated_submission_is_answered_without_the_status_of_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(reported_status, "node_status", shown.append)
+    async with server_harness(tmp_path) as harness:
+        first, again = [await harness.submit([client("a", "x")], key="k") for _ in range(2)]
+    assert first.id == again.id
+    assert not shown
 
 
 async def test_program_runs_after_its_client_disconnects(tmp_path: Path) -> None:
