@@ -25,7 +25,7 @@ from .decoding.bounded_json import MAX_BODY_BYTES
 from .errors import ProgramError, prefixed_path
 from .expressions.renaming import Renaming
 from .graph.instances import defined_names
-from .ir import Job, Objective, Options, ProcedureNode, Program, Variable
+from .ir import Job, KillNode, Objective, Options, ProcedureNode, Program, Variable
 from .nodes import AnyNode, Node
 from .nodes.base import MAX_NODES, NodeWithBodies
 from .nodes.bodies import count_calls, walk
@@ -302,7 +302,7 @@ def _expand_call(
     program, signature = procedure.program, procedure.signature
     returns = _returned_results(node, procedure)
     arguments = _arguments(node, procedure)
-    job_names = {each.job for _, each in walk(program.nodes, "")} | program.jobs.keys()
+    job_names = _own_jobs(program)
     suffix = f"__{node.id}"
     names = (
         frozenset(defined_names(program.nodes)) | _bound_names(program) | program.variables.keys()
@@ -312,14 +312,13 @@ def _expand_call(
         names,
         suffix,
         {},
-        {"main": node.job, **{name: name + suffix for name in job_names - {"main"}}},
+        {"main": node.job, **{name: name + suffix for name in job_names}},
         keeps_seeds=True,
     )
-    for name in sorted(job_names - {"main"}):
+    for name in sorted(job_names):
         job = program.jobs.get(name, Job())
-        expanded.jobs[renaming.job(name)] = msgspec.structs.replace(
-            job, parent=renaming.job(job.parent or "main")
-        )
+        parent = node.job if name == "main" else renaming.job(job.parent or "main")
+        expanded.jobs[renaming.job(name)] = msgspec.structs.replace(job, parent=parent)
     for name, variable in program.variables.items():
         # The expansion gives every parameter a value.
         declared = msgspec.structs.replace(variable, default=UNSET)
@@ -337,6 +336,17 @@ def _expand_call(
         body=[each.renamed_with_bodies(renaming) for each in program.nodes],
         returns={name: renaming.expression(result) for name, result in returns.items()},
     )
+
+
+def _own_jobs(program: Program) -> set[str]:
+    """Return the jobs that each call of a procedure has for itself.
+
+    `main` is the job of the call, unless the procedure declares or kills it.
+    """
+    nodes = [node for _, node in walk(program.nodes, "")]
+    is_killed = any(isinstance(node, KillNode) and "main" in node.targets for node in nodes)
+    used = {node.job for node in nodes}
+    return (used | {"main"} if is_killed else used - {"main"}) | program.jobs.keys()
 
 
 def _check_lengths(names: Iterable[str], suffix: str, node: ProcedureNode) -> None:

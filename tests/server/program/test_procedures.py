@@ -9,7 +9,7 @@ import pytest
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.graph.graph import Graph
-from conure.server.program.ir import ProcedureNode, Program, Variable
+from conure.server.program.ir import Job, ProcedureNode, Program, Variable
 from conure.server.program.nodes.bodies import walk
 from conure.server.program.procedures import (
     ExpandedCalls,
@@ -170,6 +170,24 @@ def test_a_call_in_a_job_runs_its_nodes_in_this_job() -> None:
     assert jobs["ask__c"] == "team"
     assert jobs["aside__c"] == "side__c"
     assert expanded.jobs["side__c"].parent == "team"
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        {"jobs": {"main": {"timeout_s": 5, "on_error": "isolate"}}},
+        {"nodes": [*SUMMARISE["nodes"], {"id": "k", "op": "kill", "targets": ["main"]}]},
+    ],
+    ids=["declared", "killed"],
+)
+def test_a_main_job_with_options_or_a_kill_belongs_to_the_call(main: dict[str, Any]) -> None:
+    document = {**SUMMARISE, **main}
+    expanded = expand([call(args={"text": "x"}, job="outer")], document)
+    nodes = {node.id: node for _, node in walk(expanded.nodes, "")}
+    assert (nodes["c"].job, nodes["ask__c"].job) == ("outer", "main__c")
+    declared = msgspec.convert(document.get("jobs", {}).get("main", {}), Job)
+    assert expanded.jobs["main__c"] == msgspec.structs.replace(declared, parent="outer")
+    assert expanded.jobs["side__c"].parent == "main__c"
 
 
 def test_an_omitted_argument_has_its_default() -> None:
