@@ -10,7 +10,7 @@ exactly once (`SlotReadiness`). A node that has ended never changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..program.errors import ConflictError, NotFoundError
 from ..program.graph.graph import CheckedAppend, Graph, Slot
@@ -32,14 +32,7 @@ from ..program.nodes.bodies import BodyRef, count_calls
 from ..program.status import Phase, Problem
 from .node_state import WAIT_UNMET, FlowCut, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
-
-
-def enclosing_jobs(jobs: Mapping[str, Job], job: str) -> Iterator[str]:
-    """Yield a job and those around it. All jobs are below `main`."""
-    while job != "main":
-        yield job
-        job = jobs[job].parent or "main"
-    yield job
+from .timed_jobs import JobInstance, TimedJobs, enclosing_jobs
 
 
 class ProgramState:
@@ -73,7 +66,9 @@ class ProgramState:
         """Variables whose text was cut off by `max_tokens`."""
         self.missed_deadlines: set[str] = set()
         """Outputs whose value was not durable at the deadline of their objective."""
-        self.job_starts: dict[str, float] = {}
+        self.timed_jobs = TimedJobs(graph)
+        self.timed_jobs.add(n for n in graph.nodes.values() if graph.body_of(n.id) is None)
+        self.job_starts: dict[JobInstance, float] = {}
         """When the first node of a job started, for jobs with a timeout."""
         self.append_ids: dict[str, tuple[str, ...]] = {}
         """The nodes of each append that was applied, by its request id."""
@@ -108,6 +103,7 @@ class ProgramState:
             ProgramError: if the nodes do not fit into the graph.
         """
         added = self.graph.append(append, checked)
+        self.timed_jobs.add(append.nodes)
         if append.request_id is not None:
             self.append_ids[append.request_id] = tuple(node.id for node in append.nodes)
         ready: list[Ready] = []

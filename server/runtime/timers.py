@@ -14,7 +14,8 @@ from ..program.ir import CallNode, ClientNode, Deadline, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
-from .program_state import ProgramState, enclosing_jobs
+from .program_state import ProgramState
+from .timed_jobs import JobInstance
 
 LEASE_S = 20.0
 """How long an attached program runs without a reader. Clients try for 15 s to reach a server."""
@@ -140,20 +141,21 @@ class Timers:
 
         Client steps and functions have timers of their own, one per attempt.
         """
-        for job in start_jobs(self._state, node.job, self._clock.now()):
+        for job in start_jobs(self._state, node, self._clock.now()):
             self._start_job(job)
         if node.timeout_s is not None and not isinstance(node, ClientNode | CallNode):
             self._timers[node.id] = asyncio.get_running_loop().call_later(
                 node.timeout_s, self._node_timed_out, node.id, node.timeout_s
             )
 
-    def _start_job(self, job: str) -> None:
-        """Start the timer of a job with a timeout, unless it has started."""
-        timeout_s, key = self._state.graph.jobs[job].timeout_s, f"job {job}"
-        if timeout_s is not None and key not in self._timers:
-            left_s = self._state.job_starts[job] + timeout_s - self._clock.now()
+    def _start_job(self, instance: JobInstance) -> None:
+        """Start the timer of a job, unless it has started; the time may be over already."""
+        timeout_s, key = self._state.graph.jobs[instance.job].timeout_s, _key_of(instance)
+        assert timeout_s is not None
+        if key not in self._timers:
+            left_s = self._state.job_starts[instance] + timeout_s - self._clock.now()
             self._timers[key] = asyncio.get_running_loop().call_later(
-                max(left_s, 0), self._job_timed_out, job, timeout_s
+                max(left_s, 0), self._job_timed_out, instance, timeout_s
             )
 
     def cancel(self, key: str) -> None:
@@ -179,10 +181,12 @@ class Timers:
         message = f"node {node_id} took longer than {timeout_s:g} s"
         self._fail(node_id, RunError("node.timeout", message))
 
-    def _job_timed_out(self, job: str, timeout_s: float) -> None:
-        message = f"job {job} took longer than {timeout_s:g} s"
-        for node_id, node_state in list(self._state.nodes.items()):
-            if not node_state.has_ended and self._state.is_within(node_state.node.job, job):
+    def _job_timed_out(self, instance: JobInstance, timeout_s: float) -> None:
+        # A node that starts in the job later, in a retry or an append, fails as well.
+        del self._timers[_key_of(instance)]
+        message = f"job {instance.job} took longer than {timeout_s:g} s"
+        for node_id in list(self._state.timed_jobs.nodes_in(instance)):
+            if not self._state.nodes[node_id].has_ended:
                 self._fail(node_id, RunError("job.timeout", message))
 
     def _deadline_exceeded(self, deadline_s: float) -> None:
@@ -217,13 +221,16 @@ class Timers:
         )
 
 
-def start_jobs(state: ProgramState, job: str, at: float) -> list[str]:
-    """Record the start of a node in a job; return the jobs with a timeout that contain it."""
-    jobs = state.graph.jobs
-    found = [each for each in enclosing_jobs(jobs, job) if jobs[each].timeout_s is not None]
-    for each in found:
-        state.job_starts.setdefault(each, at)
-    return found
+def start_jobs(state: ProgramState, node: GraphNode, at: float) -> list[JobInstance]:
+    """Record the start of a node in its jobs; return those that have a timeout."""
+    instances = state.timed_jobs.instances_of(node)
+    for instance in instances:
+        state.job_starts.setdefault(instance, at)
+    return instances
+
+
+def _key_of(instance: JobInstance) -> str:
+    return f"job {instance.job} {instance.body}"
 
 
 def _ignore(*_: object) -> None:

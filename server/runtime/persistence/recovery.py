@@ -115,7 +115,7 @@ def _replay_events(
             state.readiness.demanded_nodes.add(node_id)
         node_state.attempt = max(node_state.attempt, event.attempt)
         node_state.num_retries += event.retry
-        start_jobs(state, node_state.node.job, record.at + shift_s)
+        start_jobs(state, node_state.node, record.at + shift_s)
         if record.type == "node.started":
             recovered.started.add(node_id)
             node_state.why = event.why

@@ -13,6 +13,7 @@ from conure.server.program.status import Problem
 from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.timers import LEASE_S, Timers
 
+from ..inprocess import client
 from .test_program_state import execute
 
 
@@ -161,3 +162,17 @@ def test_all_jobs_count_for_the_timeout_of_main(loop: SimulatedLoop) -> None:
     program.timers.start_node(program.state.nodes["n"].node)
     loop.advance(5)
     assert program.failed == [("n", "job main took longer than 4 s")]
+
+
+def test_a_node_that_starts_after_the_time_of_its_job_fails(
+    loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SteadyClock, "now", lambda _: loop.now)
+    nodes = [client(f"n{i}", f"v{i}", job="j") for i in range(2)]
+    program = IdleProgram(*nodes, jobs={"j": {"timeout_s": 4}})
+    program.timers.start_node(program.state.nodes["n0"].node)
+    loop.advance(5)
+    program.failed.clear()
+    program.timers.start_node(program.state.nodes["n1"].node)
+    loop.advance(0)
+    assert ("n1", "job j took longer than 4 s") in program.failed

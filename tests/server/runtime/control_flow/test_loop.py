@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from ...inprocess import answer, expr, generate, insert, server_harness, var
+from ...inprocess import answer, client, expr, generate, insert, server_harness, var
 from .control_nodes import loop, map_, phases
 
 Json = Any
+
+
+async def test_each_round_has_the_whole_time_of_a_job_in_the_body(tmp_path: Path) -> None:
+    jobs = {"j": {"timeout_s": 0.05, "on_error": "isolate"}}
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([loop(client("c", "y", job="j"), count=2)], jobs=jobs)
+        status = await program.end()
+    assert [phases(status)[name] for name in ("c.0", "c.1")] == ["failed", "failed"]
 
 
 async def test_loop_carries_variables_between_rounds(tmp_path: Path) -> None:

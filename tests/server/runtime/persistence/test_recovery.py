@@ -350,6 +350,28 @@ async def test_timeout_of_a_job_goes_on_while_none_of_its_nodes_runs(
         assert failed.error.code == "job.timeout"
 
 
+async def test_each_round_has_the_whole_time_of_its_job_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = {"id": "l", "op": "loop", "count": 2, "body": [client("c", "y", job="j")]}
+    passed = {"s": 0.0}
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + passed["s"])
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([node], jobs={"j": {"timeout_s": 3_600}})
+        first = await program.event("client.requested")
+        passed["s"] = 3_000
+        await program.put("y.0", 1, first.data["request_id"])
+        second = await program.event("client.requested", count=2)
+    passed["s"] = 5_000
+    async with server_harness(tmp_path) as harness:
+        restarted = Program(harness, program.id)
+        await restarted.status()
+        await (await harness.submit([expr("e", 1)])).end()  # time for the timer of the first round
+        await restarted.put("y.1", 2, second.data["request_id"])
+        assert (await restarted.end()).status == "done"
+
+
 async def test_timeouts_of_nodes_between_two_slots_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
