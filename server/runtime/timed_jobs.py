@@ -61,7 +61,7 @@ class TimedJobs:
         jobs = self._jobs_of(node)
         if not jobs:
             return []
-        bodies = self._bodies_around(node.id)
+        bodies = self.bodies_around(node.id)
         # A node that was appended to a job may have fewer bodies around it.
         depths = {job: min(self._depths.get(job, 0), len(bodies)) for job in jobs}
         return [JobInstance(job, bodies[n - 1] if n else None) for job, n in depths.items()]
@@ -73,6 +73,15 @@ class TimedJobs:
             if instance in self.instances_of(nodes[node_id]):
                 yield node_id
 
+    def bodies_around(self, node_id: str) -> list[BodyRef]:
+        """Return the bodies that contain a node, the outermost first."""
+        bodies = []
+        body = self._graph.body_of(node_id)
+        while body is not None:
+            bodies.append(body)
+            body = self._graph.body_of(body.control)
+        return bodies[::-1]
+
     def _nodes_in(self, body: BodyRef) -> Iterator[str]:
         for node_id in self._graph.body_nodes(body.control).get(body.part, ()):
             yield node_id
@@ -81,15 +90,6 @@ class TimedJobs:
     def _jobs_of(self, node: Node) -> list[str]:
         jobs = self._graph.jobs
         return [job for job in enclosing_jobs(jobs, node.job) if jobs[job].timeout_s is not None]
-
-    def _bodies_around(self, node_id: str) -> list[BodyRef]:
-        """Return the bodies that contain a node, the outermost first."""
-        bodies = []
-        body = self._graph.body_of(node_id)
-        while body is not None:
-            bodies.append(body)
-            body = self._graph.body_of(body.control)
-        return bodies[::-1]
 
 
 def enclosing_jobs(jobs: Mapping[str, Job], job: str) -> Iterator[str]:

@@ -185,8 +185,11 @@ class Timers:
         # A node that starts in the job later, in a retry or an append, fails as well.
         del self._timers[_key_of(instance)]
         message = f"job {instance.job} took longer than {timeout_s:g} s"
-        for node_id in list(self._state.timed_jobs.nodes_in(instance)):
-            if not self._state.nodes[node_id].has_ended:
+        nodes, timed_jobs = self._state.nodes, self._state.timed_jobs
+        for node_id in list(timed_jobs.nodes_in(instance)):
+            # The nodes in a body end with the node around them, those of a large body in turns.
+            around = (body.control for body in timed_jobs.bodies_around(node_id))
+            if not any(nodes[each].has_ended for each in (node_id, *around)):
                 self._fail(node_id, RunError("job.timeout", message))
 
     def _deadline_exceeded(self, deadline_s: float) -> None:

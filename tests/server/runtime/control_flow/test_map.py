@@ -11,6 +11,8 @@ from conure.engine import protocol
 from conure.server.engines.connection import EngineConnection
 from conure.server.program.graph import extension
 from conure.server.program.ir import MAX_WIDTH
+from conure.server.runtime.node_context import STEPS_PER_END
+from conure.server.runtime.turns import STEPS_PER_TURN
 
 from ...inprocess import Program, answer, client, expr, generate, insert, server_harness, var
 from .control_nodes import loop, map_, phases
@@ -316,6 +318,17 @@ async def test_an_isolated_map_fails_alone(tmp_path: Path) -> None:
         program = await harness.submit(nodes, outputs=["end"])
         assert await program.value("end") == "none"
         assert (await program.end()).status == "done"
+
+
+async def test_the_items_of_a_map_whose_job_is_over_are_killed_in_turns(tmp_path: Path) -> None:
+    num_items = STEPS_PER_TURN // STEPS_PER_END + 50
+    step = client("c", "o", job="j")
+    node = map_([1] * num_items, step, job="j", on_error="isolate")
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([node], jobs={"j": {"timeout_s": 0.5}})
+        status = phases(await program.end())
+    assert status.pop("m") == "failed"
+    assert set(status.values()) == {"killed"}
 
 
 async def test_given_seed_differs_per_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
