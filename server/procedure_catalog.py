@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from .language.compiler import locate
 from .language.submission import SourceCompiler
-from .program.errors import ConureError, NotFoundError, ProgramError
+from .program.errors import ConflictError, ConureError, NotFoundError, ProgramError
 from .program.graph.graph import graph_of
 from .program.ir import GenerateNode, Program, SourceSubmission, Submission
 from .program.nodes.bodies import walk
@@ -53,6 +53,8 @@ class ProcedureCatalog:
         self._sources = sources
         self._pins = pins
         self._max_pin_s = max_pin_s
+        self._unfilled_pins: dict[PinKey, float] = {}
+        """The ends of pins in the journal that were not filled since the start of the server."""
 
     async def put(self, name: str, put: PutProcedure, *, tenant: str) -> StoredProcedure:
         """Store a procedure."""
@@ -120,7 +122,7 @@ class ProcedureCatalog:
         """Remove one version and its pin."""
         procedure = await self._intake.library.find(tenant, reference)
         await self._intake.library.remove(tenant, procedure)
-        self._pins.unpin(PinKey(tenant, procedure.name, procedure.version))
+        self._unpin(PinKey(tenant, procedure.name, procedure.version))
 
     async def remove_alias(self, name: str, alias: str, *, tenant: str) -> None:
         """Remove an alias."""
@@ -134,7 +136,9 @@ class ProcedureCatalog:
         if pin_s is not None:
             prefixes = await self._check_pin(tenant, procedure, pin_s)
             await self._pin(tenant, procedure, prefixes, pin_s)
-        elif self._pins.unpin(PinKey(tenant, procedure.name, procedure.version)):
+        else:
+            self._unpin(PinKey(tenant, procedure.name, procedure.version))
+            # The journal may have a pin that did not fit, or that was not filled yet.
             await self._append_pin(tenant, procedure, 0.0)
         return await self.find(procedure.reference, tenant=tenant)
 
@@ -155,9 +159,19 @@ class ProcedureCatalog:
         self, tenant: str, procedure: Procedure, prefixes: list[list[int]], pin_s: float
     ) -> None:
         """Pin prefixes, once the pin is durable."""
+        key = PinKey(tenant, procedure.name, procedure.version)
         expires_at = self._pins.now() + pin_s
         await self._append_pin(tenant, procedure, expires_at)
-        self._pins.pin(PinKey(tenant, procedure.name, procedure.version), prefixes, expires_at)
+        self._unfilled_pins.pop(key, None)
+        try:
+            self._pins.pin(key, prefixes, expires_at)
+        except ConflictError:  # another pin has taken the room meanwhile
+            await self._append_pin(tenant, procedure, 0.0)
+            raise
+
+    def _unpin(self, key: PinKey) -> None:
+        self._unfilled_pins.pop(key, None)
+        self._pins.unpin(key)
 
     async def _append_pin(self, tenant: str, procedure: Procedure, expires_at: float) -> None:
         record = PinRecord(
@@ -167,18 +181,26 @@ class ProcedureCatalog:
 
     async def keep_pins(self) -> None:
         """Fill the pins of the journal, and check all pins until cancelled."""
-        for record in await self._programs.journal.list_pins(self._pins.now()):
-            reference = f"{record.name}@{record.version}"
-            try:
-                procedure = await self._intake.library.find(record.tenant, reference)
-                prefixes = await asyncio.to_thread(_prefixes, procedure, self._pins.model)
-                key = PinKey(record.tenant, record.name, record.version)
-                self._pins.pin(key, prefixes, record.expires_at)
-            except ConureError as error:
-                logger.warning("the prefix of %s is not pinned again: %s", reference, error)
+        self._unfilled_pins = {
+            PinKey(record.tenant, record.name, record.version): record.expires_at
+            for record in await self._programs.journal.list_pins(self._pins.now())
+        }
+        for key in list(self._unfilled_pins):
+            await self._fill(key)
         while True:
             await asyncio.sleep(PIN_CHECK_S)
             self._pins.check()
+
+    async def _fill(self, key: PinKey) -> None:
+        """Fill a pin of the journal, unless it is removed or replaced meanwhile."""
+        reference = f"{key.name}@{key.version}"
+        try:
+            procedure = await self._intake.library.find(key.tenant, reference)
+            prefixes = await asyncio.to_thread(_prefixes, procedure, self._pins.model)
+            if (expires_at := self._unfilled_pins.pop(key, None)) is not None:
+                self._pins.pin(key, prefixes, expires_at)
+        except ConureError as error:
+            logger.warning("the prefix of %s is not pinned again: %s", reference, error)
 
     # --- reading and running --------------------------------------------------------------
 

@@ -146,14 +146,12 @@ class PinKeeper:
         self._pins[key] = _Pin(whole, len(blocks), len(blocks) * size, expires_at)
         self.check()
 
-    def unpin(self, key: PinKey) -> bool:
-        """Release a pin; return whether there was one."""
+    def unpin(self, key: PinKey) -> None:
+        """Release a pin; safe to repeat."""
         pin = self._pins.pop(key, None)
-        if pin is None:
-            return False
-        for name in list(pin.held):
-            self._release(pin, name)
-        return True
+        if pin is not None:
+            for name in list(pin.held):
+                self._release(pin, name)
 
     def check(self) -> None:
         """End pins that have expired, and adapt the others to the memory of the engines."""

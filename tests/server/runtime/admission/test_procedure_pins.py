@@ -127,6 +127,24 @@ async def test_a_pin_survives_a_restart_until_its_time(tmp_path: Path) -> None:
         assert other.pin is msgspec.UNSET
 
 
+async def test_a_pin_that_does_not_fit_after_a_restart_can_be_removed(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        await put(harness, pin_s=600.0)
+    async with server_harness(tmp_path, pin_share=0.0) as harness:
+        await harness.executor.procedures.pin("judge", None, tenant=harness.tenant)
+        assert await harness.executor.programs.journal.list_pins(1.0) == []
+
+
+async def test_of_two_pins_at_once_the_one_that_does_not_fit_leaves_none(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, num_blocks=400, pin_share=0.1) as harness:
+        puts = (put(harness, name=name, pin_s=600.0) for name in ("one", "two"))
+        stored, refused = await asyncio.gather(*puts, return_exceptions=True)
+        assert isinstance(stored, StoredProcedure)
+        assert isinstance(refused, ConflictError)
+        (left,) = await harness.executor.programs.journal.list_pins(1.0)
+        assert left.name == stored.name
+
+
 @pytest.mark.parametrize(
     ("source", "pin_s", "code"),
     [
