@@ -246,6 +246,7 @@ class EventStream:
             if read is None or read.attempt != text.attempt:
                 read = _ReadText(text.attempt, 0)
             offset = read.offset
+            # Without text there is no delta, and log probabilities wait for one.
             if text.length > offset:
                 data: dict[str, Json] = {
                     "program": self._program,
@@ -260,7 +261,7 @@ class EventStream:
                     data["logprobs"] = text.logprobs[read.num_logprobs :]
                     data["logprobs_offset"] = read.num_logprobs
                 deltas.append(Event(None, "node.delta", data))
-            offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
+                offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
         deltas.reverse()
         return deltas
 

@@ -149,6 +149,19 @@ async def test_durable_reader_is_not_woken_by_text() -> None:
     assert [event async for event in reading] == []
 
 
+async def test_log_probabilities_before_the_first_text_wait_for_it() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "", ["half"])
+    reading = feed.read(0)
+    feed.publish([committed(1)])
+    assert [event.seq for event in await take(reading, 1)] == [1]
+    feed.append_text("x", "\u00e9", ["other half"])
+    [delta] = await take(reading, 1)
+    assert (delta.data["logprobs"], delta.data["logprobs_offset"]) == (["half", "other half"], 0)
+    await reading.aclose()
+
+
 async def test_log_probabilities_arrive_with_the_text_of_their_tokens() -> None:
     feed = EventStream("p")
     feed.begin_text("x", "n", "main", 1)
