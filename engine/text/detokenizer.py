@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from typing import Final, Protocol, cast
 
 REPLACEMENT: Final = "\ufffd"
-NUM_CONTEXT: Final = 4
-"""Prompt tokens at the start of the first window."""
 MAX_PENDING: Final = 3
 """Tokens that may be missing from a character: it has at most four bytes."""
+_MIN_CONTEXT: Final = 4
+"""Prompt tokens at the start of the first window."""
+NUM_CONTEXT: Final = _MIN_CONTEXT + MAX_PENDING
+"""Prompt tokens that a detokenizer chooses its first window from."""
 MAX_WINDOW: Final = 64
 """Tokens of a window above which its text is final even if it ends in U+FFFD."""
 
@@ -66,7 +68,7 @@ class Detokenizer:
         """The stop string that was found."""
         self._tokenizer = tokenizer
         self._lengths = {} if lengths is None else lengths
-        self._window = list(prompt_tail)
+        self._window = self._first_window(prompt_tail)
         self._num_complete_tokens = len(self._window)
         """Tokens at the start of the window that form complete characters."""
         self._num_decoded_chars = len(self._decode(self._window)) if self._window else 0
@@ -119,6 +121,14 @@ class Detokenizer:
             return self._num_pushed, ""
         num_kept = bisect_right(self._ends, len(self.text))
         return num_kept, self.text[self._ends[num_kept - 1] if num_kept else 0 :]
+
+    def _first_window(self, prompt_tail: list[int]) -> list[int]:
+        """Return the last tokens of a prompt, from the beginning of a character on.
+
+        From within a character on, some decoders turn all bytes that follow into U+FFFD.
+        """
+        windows = [prompt_tail[-num:] for num in range(_MIN_CONTEXT, NUM_CONTEXT + 1)]
+        return min(windows, key=lambda window: self._decode(window).count(REPLACEMENT))
 
     def _decode_newest(self) -> str:
         """Decode the window, and return the text that the newest token completes."""

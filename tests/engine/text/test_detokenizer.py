@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from conure.engine.text.byte_tokenizer import SPECIAL_IDS, TURN_END, tokenizer_json
-from conure.engine.text.detokenizer import Detokenizer, load_tokenizer
+from conure.engine.text.detokenizer import NUM_CONTEXT, Detokenizer, load_tokenizer
 
 BYTES = load_tokenizer(tokenizer_json())
 
 
 def word_tokenizer() -> Tokenizer:
     """Return a SentencePiece-like tokenizer: words start with their space, except the first."""
-    words = ["<unk>", "▁one", "▁two", "three", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
+    words = ["<unk>", "▁one", "▁two", "three", "▁"]
+    words += ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>", "<0x0A>"]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
@@ -92,6 +93,13 @@ def test_byte_tokens_wait_for_the_whole_character() -> None:
     assert pieces == [" two", "", "", "", "🦜", "three", ""]
 
 
+@pytest.mark.parametrize("num_after", range(5))
+def test_prompt_is_not_cut_within_a_character(num_after: int) -> None:
+    parrot = [5, 6, 7, 8]
+    tail = [*parrot, *[9] * num_after][-NUM_CONTEXT:]
+    assert "".join(feed(Detokenizer(word_tokenizer(), tail, ()), [*parrot, 3])) == "🦜three"
+
+
 def test_special_tokens_have_no_text() -> None:
     ids = [65, SPECIAL_IDS[TURN_END], 66]
     assert feed(Detokenizer(BYTES, [], ()), ids) == ["A", "", "B", ""]
@@ -115,7 +123,7 @@ def test_finish_returns_withheld_text(held: str) -> None:
     assert pieces[-1] == held
 
 
-@given(st.lists(st.lists(st.integers(0, 8), max_size=12), max_size=4))
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=4))
 def test_texts_that_share_lengths_are_independent(texts: list[list[int]]) -> None:
     tokenizer, lengths = word_tokenizer(), dict[int, int]()
     for ids in texts:
