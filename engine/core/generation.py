@@ -42,6 +42,8 @@ class GenerationState:
     num_decoded: int = 0
     num_forced: int = 0
     finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    """The stop token or EOS that ended the output. It is not part of the text."""
     is_validating: bool = False
     """Whether the finished text is or was validated against a relaxed constraint."""
 
@@ -103,6 +105,7 @@ class GenerationState:
         if token_id in self.stop_ids:
             is_stop_token = token_id in sampling.stop_token_ids
             self.finish_reason = FinishReason("stop", token_id if is_stop_token else None)
+            self.stop_id = token_id
             return self.detokenizer.finish()
         ids.append(token_id)
         length = len(ids)
@@ -127,6 +130,16 @@ class GenerationState:
         return constraint.mask
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the text ends before the last token that the constraint has consumed."""
+        if self.constraint is None:
+            return False
+        num_complete, _ = self.detokenizer.split_at_text_end()
+        if self.stop_id is not None and not self.detokenizer.has_text(self.stop_id):
+            num_complete += 1
+        return num_complete < self.constraint.num_tokens
+
+    @property
     def needs_validation(self) -> bool:
         """Whether the finished text must be validated against a relaxed constraint."""
         constraint = self.constraint
@@ -135,7 +148,7 @@ class GenerationState:
             and constraint.is_relaxed
             and constraint.is_valid is None
             and constraint.is_satisfied
-            and self.detokenizer.stop is None
+            and not self.is_cut
         )
 
     def report(self, context: int) -> Finished:
@@ -145,7 +158,7 @@ class GenerationState:
         num_kept, leftover = detokenizer.split_at_text_end()
         outcome: ConstraintOutcome = "none"
         if constraint is not None:
-            outcome = "cut" if detokenizer.stop is not None else constraint.outcome
+            outcome = "cut" if self.is_cut else constraint.outcome
         return Finished(
             context,
             self.finish_reason.reason,

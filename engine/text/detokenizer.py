@@ -122,6 +122,10 @@ class Detokenizer:
         num_kept = bisect_right(self._ends, len(self.text))
         return num_kept, self.text[self._ends[num_kept - 1] if num_kept else 0 :]
 
+    def has_text(self, token_id: int) -> bool:
+        """Return whether an id has text. A special token has none."""
+        return self._num_chars([token_id]) > 0
+
     def _first_window(self, prompt_tail: list[int]) -> list[int]:
         """Return the last tokens of a prompt, from the beginning of a character on.
 

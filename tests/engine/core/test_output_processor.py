@@ -226,6 +226,20 @@ def test_stop_token_ends_where_the_grammar_allows_it(harness_of: MakeHarness) ->
     assert (end.text, end.stop, end.constraint) == ("ab", ord("."), "met")
 
 
+@pytest.mark.parametrize("choices", ['"New York, NY" | "Boston, MA"', '"N," | "Boston, MA"'])
+def test_stop_token_cuts_forced_tokens(harness_of: MakeHarness, choices: str) -> None:
+    end = harness_of("N").call(lark(f"start: {choices}"), stop_token_ids=(ord(","),)).finished
+    assert (end.reason, end.stop, end.constraint) == ("stop", ord(","), "cut")
+
+
+@pytest.mark.parametrize(("rest", "outcome"), [("", "met"), (' "b"', "cut")])
+def test_end_token_in_a_grammar_ends_the_output(
+    harness_of: MakeHarness, rest: str, outcome: str
+) -> None:
+    end = harness_of().call(lark(f'start: "a" <|im_end|>{rest}')).finished
+    assert (end.text, end.stop, end.constraint) == ("a", None, outcome)
+
+
 def test_complete_grammar_overrides_min_tokens_and_ignore_eos(harness_of: MakeHarness) -> None:
     harness = harness_of("a")
     end = harness.call(YES_NO, min_tokens=10, ignore_eos=True).finished
