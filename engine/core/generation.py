@@ -117,6 +117,21 @@ class GenerationState:
             self.finish_reason = FinishReason("length", None)
         return text if self.finish_reason is None else text + self.detokenizer.finish()
 
+    def must_advance(self, token_id: int) -> bool:
+        """Return whether the constraint must consume a sampled id.
+
+        A stop token is not part of the text. A special one may be part of the grammar: it is
+        consumed if the grammar does not allow an end before it.
+        """
+        if token_id not in self.stop_ids:
+            return True
+        constraint = self.constraint
+        return (
+            constraint is not None
+            and not constraint.is_satisfied
+            and not self.detokenizer.has_text(token_id)
+        )
+
     def mask(self, length: int) -> bytes | None:
         """Return the ids allowed at position `length` of the context, or None for any id."""
         constraint = self.constraint

@@ -138,7 +138,7 @@ class OutputProcessor:
             self._after_append(context, generation)
             return
         new = [token_id]
-        if constraint is not None and token_id not in generation.stop_ids:
+        if constraint is not None and generation.must_advance(token_id):
             assert self._constraints is not None
             self._constraints.advance(constraint, token_id)
             if constraint.is_busy:

@@ -232,11 +232,19 @@ def test_stop_token_cuts_forced_tokens(harness_of: MakeHarness, choices: str) ->
     assert (end.reason, end.stop, end.constraint) == ("stop", ord(","), "cut")
 
 
+@pytest.mark.parametrize("slow_s", [10.0, -1.0])
+@pytest.mark.parametrize("text", ['"a"', "/[a-z]+/"], ids=["forced", "sampled"])
 @pytest.mark.parametrize(("rest", "outcome"), [("", "met"), (' "b"', "cut")])
 def test_end_token_in_a_grammar_ends_the_output(
-    harness_of: MakeHarness, rest: str, outcome: str
+    monkeypatch: pytest.MonkeyPatch,
+    harness_of: MakeHarness,
+    slow_s: float,
+    text: str,
+    rest: str,
+    outcome: str,
 ) -> None:
-    end = harness_of().call(lark(f'start: "a" <|im_end|>{rest}')).finished
+    monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
+    end = harness_of("a").call(lark(f"start: {text} <|im_end|>{rest}")).finished
     assert (end.text, end.stop, end.constraint) == ("a", None, outcome)
 
 
