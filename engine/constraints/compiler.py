@@ -269,7 +269,8 @@ class ConstraintCompiler:
     def _start(self, constraint: ConstraintState, cached: _CachedGrammar) -> None:
         """Start a constraint with a copy of a grammar. Called by any thread."""
         if cached.error is not None:
-            raise cached.error
+            # A copy: an error that is raised keeps the frames of all its callers.
+            raise _copy(cached.error)
         compiled = cached.compiled
         assert compiled is not None, "a grammar without error is compiled"
         constraint.is_relaxed = cached.is_relaxed
@@ -317,11 +318,16 @@ class _WorkerThread:
 def _reported(error: Exception) -> protocol.EngineError:
     """Return the error that an output or a check fails with. An unexpected one is logged."""
     if isinstance(error, protocol.EngineError):
-        return error
+        return _copy(error)
     _log.error("a constraint failed", exc_info=error)
     return protocol.EngineError(
         "constraint.failed", "the constraint failed because of an internal error"
     )
+
+
+def _copy(error: protocol.EngineError) -> protocol.EngineError:
+    """Return an equal error without traceback and context."""
+    return protocol.EngineError(error.code, error.message)
 
 
 def _key(source: str) -> bytes:

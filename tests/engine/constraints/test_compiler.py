@@ -5,8 +5,9 @@ from __future__ import annotations
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -106,6 +107,22 @@ def test_compile_error_is_cached(constraints: ConstraintCompiler, sandbox: Count
     constraints.submit_check(protocol.ValidateConstraint(3, bad))
     assert wait(constraints, 1) == [protocol.Checked(3, state.error.code, state.error.message)]
     assert len(sandbox.requests) == 1
+
+
+def test_cached_error_keeps_no_caller(constraints: ConstraintCompiler) -> None:
+    bad = lark("start: [")
+    constraints.create(bad, 10)
+    wait(constraints, 1)
+    callers: list[weakref.ref[set[int]]] = []
+
+    def call() -> None:
+        local = {1}
+        callers.append(weakref.ref(local))
+        with suppress(protocol.EngineError):
+            constraints.create(bad, 10)
+
+    call()
+    assert callers[0]() is None
 
 
 @pytest.mark.parametrize(
