@@ -252,6 +252,8 @@ class EngineCore:
                 )
         except Exception as error:
             _log.exception("step=%d contexts=%d failed", step.number, len(step.rows))
+            # The frames of a failed launch hold its tensors; its handle holds the error.
+            error.__traceback__ = None
             self._fail_step(step, error)
             self._runner.check_device()
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+
 import pytest
 
 from conure.engine import protocol
@@ -260,6 +263,23 @@ def test_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.runner, "check_device", check_device)
     with pytest.raises(DeviceLostError, match="cuda:0 is lost"):
         server.run()
+
+
+def test_failed_launch_releases_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerDouble()
+    tensors: list[weakref.ref[set[int]]] = []
+
+    def fail(*arguments: object) -> None:
+        tensor = {1}
+        tensors.append(weakref.ref(tensor))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.runner, "start", fail)
+    # pytest keeps the errors of all log records.
+    monkeypatch.setattr(logging.getLogger("conure.engine.core.engine"), "disabled", True)
+    server.fill(A[:5])
+    server.step()
+    assert tensors[0]() is None
 
 
 def test_failed_step_makes_sharing_contexts_recompute(
