@@ -97,7 +97,7 @@ class GenerationState:
         ):
             return ""
         self.finish_reason = FinishReason("stop", None)
-        return self.detokenizer.finish() if reason is None else ""
+        return self._end_text() if reason is None else ""
 
     def append_token(self, ids: list[int], token_id: int) -> str:
         """Append one id unless it ends the output. Return the text that is final now."""
@@ -106,16 +106,23 @@ class GenerationState:
             is_stop_token = token_id in sampling.stop_token_ids
             self.finish_reason = FinishReason("stop", token_id if is_stop_token else None)
             self.stop_id = token_id
-            return self.detokenizer.finish()
+            return self._end_text()
         ids.append(token_id)
         length = len(ids)
         can_stop = length - self.num_prompt >= sampling.min_tokens
         text = self.detokenizer.push(token_id, can_stop=can_stop)
+        if self.detokenizer.stop is None and length < self.end:
+            return text
+        self.finish_reason = FinishReason("length", None)
+        return text + self._end_text()
+
+    def _end_text(self) -> str:
+        """Return the withheld text. A stop string in it is the reason of the end."""
+        text = self.detokenizer.finish()
         if self.detokenizer.stop is not None:
             self.finish_reason = FinishReason("stop", self.detokenizer.stop)
-        elif length >= self.end:
-            self.finish_reason = FinishReason("length", None)
-        return text if self.finish_reason is None else text + self.detokenizer.finish()
+            self.stop_id = None
+        return text
 
     def must_advance(self, token_id: int) -> bool:
         """Return whether the constraint must consume a sampled id.

@@ -80,6 +80,7 @@ class Detokenizer:
         self._num_pushed = 0
         self._num_returned = 0
         self._search_from = 0
+        self._can_stop = True
 
     def push(self, token_id: int, *, can_stop: bool = True) -> str:
         """Add the next id. Return text that is final and was not returned before.
@@ -88,11 +89,12 @@ class Detokenizer:
         """
         self._window.append(token_id)
         self._num_pushed += 1
+        self._can_stop = can_stop
         delta = self._decode_newest()
         if not self._stop:
             self.text += delta
             return delta
-        search_from = max(self._search_from, len(self.text) - self._max_stop + 1)
+        search_from = self._next_search()
         self.text += delta
         if len(self._window) == self._num_complete_tokens:
             # The window ends in a complete character: all pending ids end here.
@@ -104,11 +106,17 @@ class Detokenizer:
         return self._return_until(len(self.text) - self._num_withheld())
 
     def finish(self) -> str:
-        """End the text. Return all withheld text, with U+FFFD for incomplete characters."""
+        """End the text. Return all withheld text, with U+FFFD for incomplete characters.
+
+        It may contain a stop string, before an incomplete character.
+        """
         rest = ""
         if self.stop is None and len(self._window) > self._num_complete_tokens:
-            rest = self._decode(self._window)[self._num_decoded_chars :]
+            search_from = self._next_search()
+            rest = self._decode_pending()
             self.text += rest
+            if self._can_stop:
+                self._find_stop(search_from)
         return self._return_until(len(self.text)) if self._stop else rest
 
     def split_at_text_end(self) -> tuple[int, str]:
@@ -151,6 +159,16 @@ class Detokenizer:
         self._num_decoded_chars = self._num_chars(window)
         return text[num_decoded:]
 
+    def _decode_pending(self) -> str:
+        """Return the text of the tokens after the complete characters."""
+        window, num_complete = self._window, self._num_complete_tokens
+        text, pending = self._decode(window), window[num_complete:]
+        is_unread = len(pending) <= MAX_PENDING
+        if is_unread and not text.startswith(self._decode(window[:num_complete])):
+            # The incomplete character turned the complete ones before it into U+FFFD.
+            return self._decode(pending)
+        return text[self._num_decoded_chars :]
+
     def _num_chars(self, ids: list[int]) -> int:
         """Return the number of characters of ids. Mostly there is only the newest id."""
         if len(ids) != 1:
@@ -162,6 +180,10 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _next_search(self) -> int:
+        """Return the first position of a stop string that is not searched for yet."""
+        return max(self._search_from, len(self.text) - self._max_stop + 1)
 
     def _find_stop(self, search_from: int) -> None:
         """Truncate `text` at the first stop string; at equal positions, the one listed first."""

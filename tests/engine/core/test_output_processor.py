@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from conure.engine import protocol
 from conure.engine.constraints import grammar
@@ -21,8 +22,10 @@ from conure.engine.constraints.compiler import ConstraintCompiler
 from conure.engine.constraints.grammar import compile_grammar
 from conure.engine.constraints.sandbox import SandboxedGrammarCheck, SandboxReply, SandboxRequest
 from conure.engine.core.engine import EngineCore
+from conure.engine.core.generation import GenerationState
 from conure.engine.runner.base import CompletedStep, Handle, ScheduledSequence
 from conure.engine.testing.scripted_runner import FakeRunner, default_text
+from conure.engine.text.detokenizer import Detokenizer
 
 from ..constraint_harness import AMBIGUOUS, ConstraintHarness, lark, schema
 
@@ -219,6 +222,17 @@ def test_stop_string_cuts_forced_tokens(harness_of: MakeHarness) -> None:
     end = harness.call(schema(OBJECT), stop=("age",)).finished
     assert (end.text, end.stop, end.constraint) == ('{"name":"Jo","', "age", "cut")
     assert end.num_kept == len(end.text)
+
+
+def test_stop_string_in_the_withheld_text_ends_an_output() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, ".â": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    for end, stop_ids in ((3, frozenset[int]()), (9, frozenset({2}))):
+        detokenizer = Detokenizer(tokenizer, [0], (".",))
+        generation = GenerationState(protocol.SamplingParams(9), 1, end, stop_ids, detokenizer)
+        generation.append([0], [0, 1, 2])
+        finished = generation.report(1)
+        assert (finished.text, finished.reason, finished.stop) == ("a", "stop", ".")
 
 
 def test_stop_token_ends_where_the_grammar_allows_it(harness_of: MakeHarness) -> None:

@@ -100,6 +100,21 @@ def test_prompt_is_not_cut_within_a_character(num_after: int) -> None:
     assert "".join(feed(Detokenizer(word_tokenizer(), tail, ()), [*parrot, 3])) == "🦜three"
 
 
+def test_incomplete_character_at_the_end_spares_the_one_before_it() -> None:
+    pieces = feed(Detokenizer(word_tokenizer(), [1], ()), [5, 6, 7, 8, 5, 6])
+    assert pieces == ["", "", "", "🦜", "", "", "\ufffd\ufffd"]
+
+
+@pytest.mark.parametrize("can_stop", [False, True])
+def test_stop_string_is_found_before_an_incomplete_character(can_stop: bool) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, ".â": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    detokenizer = Detokenizer(tokenizer, [0], (".",))
+    assert [detokenizer.push(i, can_stop=can_stop) for i in (0, 1)] == ["a", ""]
+    assert detokenizer.finish() == ("" if can_stop else ".\ufffd")
+    assert detokenizer.stop == ("." if can_stop else None)
+
+
 def test_special_tokens_have_no_text() -> None:
     ids = [65, SPECIAL_IDS[TURN_END], 66]
     assert feed(Detokenizer(BYTES, [], ()), ids) == ["A", "", "B", ""]
