@@ -154,6 +154,10 @@ class Detokenizer:
             # replacement can still become a character.
             self._num_decoded_chars = max(num_decoded, len(text) - 1)
             return text[num_decoded:-1]
+        if len(text) == num_decoded and len(window) <= MAX_WINDOW:
+            # The text of the next token may depend on the tokens before this one.
+            self._num_complete_tokens = len(window)
+            return ""
         del window[: self._num_complete_tokens]
         self._num_complete_tokens = len(window)
         self._num_decoded_chars = self._num_chars(window)

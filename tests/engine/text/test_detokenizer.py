@@ -120,6 +120,14 @@ def test_special_tokens_have_no_text() -> None:
     assert feed(Detokenizer(BYTES, [], ()), ids) == ["A", "", "B", ""]
 
 
+@pytest.mark.parametrize("num_special", [1, 3])
+def test_word_after_special_tokens_keeps_its_space(num_special: int) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens(["<tool>"])
+    special = [tokenizer.get_vocab()["<tool>"]] * num_special
+    assert feed(Detokenizer(tokenizer, [1], ()), [*special, 2])[num_special:] == [" two", ""]
+
+
 def test_stop_string_is_ignored_while_it_may_not_stop() -> None:
     detokenizer = Detokenizer(BYTES, [], ("ab",))
     assert [detokenizer.push(i, can_stop=False) for i in b"aba"] == ["a", "b", "a"]
