@@ -1,7 +1,7 @@
 """State of one context: its tokens, the blocks of their KV, and its pending work.
 
 `ids` holds all tokens; the KV of the first `num_computed` of them is in `blocks`. The two
-lengths are independent: a preempted context has ids and no KV, and the last id of a finished
+lengths are independent: a preempted context has ids without KV, and the last id of a finished
 Generate has no KV until it is needed. Missing KV is recomputed from ids.
 
 Out of scope: the model, and other contexts except the parent whose tokens it waits for.

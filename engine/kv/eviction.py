@@ -1,10 +1,12 @@
 """The order in which contexts lose KV once no block is free or cached.
 
-1. Idle contexts, the one with the latest next use first. They lose blocks from their end.
+1. Idle contexts, the one with the latest next use first.
 2. Contexts with work, the one with the lowest priority first. They are preempted, and only
    for a context with a higher priority.
 
-A context that is scheduled in the current step loses nothing.
+A context loses as many blocks as are needed, from its end: a preempted prompt that lost all blocks
+would be computed again from its start, often within the same step. A context that is scheduled in
+the current step loses nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class VictimQueue:
             elif victim.has_work:
                 if victim.is_before(requester):
                     break  # The victim has a higher priority, and so have all others.
-                return self._victims.pop()
+                return victim
             elif self._refs[victim.blocks[-1]] == 1:
                 return victim  # Stays in the queue while it has blocks that no other context uses.
             else:

@@ -204,10 +204,6 @@ class KVCacheManager:
         self._end(context, num_cached_tokens)
         self.detach(context)
 
-    def preempt(self, context: Context) -> None:
-        """Take all KV from a context with work. Its tokens are recomputed from its ids."""
-        self._release_kv(context)
-
     def truncate(self, context: Context, length: int) -> None:
         """Release the KV of the tokens from position `length` on, if there is any.
 
@@ -293,18 +289,21 @@ class KVCacheManager:
             victim = self._victims.next_victim(context, self._holders, self._step)
             if victim is None:
                 return None
-            if victim.has_work:
-                self.preempt(victim)
-            else:
-                self._shorten(victim)
+            self._shorten(victim, num_wanted)
         self._unwritten.add(block)
         return block
 
-    def _shorten(self, victim: Context) -> None:
-        """Release the last blocks of an idle context until one of them has no other reader."""
-        is_shared = True
-        while victim.blocks and is_shared:
+    def _shorten(self, victim: Context, num_wanted: int) -> None:
+        """Release up to `num_wanted` of the last blocks that no other context reads, at least one.
+
+        Shared blocks at the end are released first.
+        """
+        num_released = 0
+        while victim.blocks and num_released < num_wanted:
             is_shared = self.pool.refs[victim.blocks[-1]] > 1
+            if is_shared and num_released:
+                break
+            num_released += not is_shared
             self.truncate(victim, (len(victim.blocks) - 1) * self.block_size)
 
     def _release_kv(self, context: Context) -> None:

@@ -495,6 +495,18 @@ def test_preempted_context_gives_the_same_text() -> None:
     assert finished == [1, 1, 1]
 
 
+def test_preempted_prompt_loses_only_the_blocks_that_are_needed() -> None:
+    server = ServerDouble(limits(num_blocks=16))
+    better = server.fill([*A, *A][:24])
+    server.generate(better, ignore_eos=True, max_tokens=32)
+    worse = server.fill([*reversed(A), *A][:44], rank=1.0)
+    server.generate(worse, rank=1.0, ignore_eos=True, max_tokens=1)
+    server.run()
+    assert len(server.known[worse].finished) == 1
+    # The better context grew by 8 blocks of 4 tokens. Before, 10 of 16 blocks were free.
+    assert 0 < server.engine.status().num_recomputed_tokens <= 8 * 4
+
+
 def test_lower_priority_does_not_preempt_higher() -> None:
     server = ServerDouble(limits(num_blocks=8))
     better = server.fill(A[:16])
