@@ -2,8 +2,9 @@
 
 Two threads run what may take long. The *compile thread* first tries a new constraint in the
 sandbox process, then compiles it. The *advance thread* advances the grammars that turned out to
-be slow. The step loop continues meanwhile and collects finished work (`collect`). A file
-descriptor (`fileno`) becomes readable when there is any, so that an idle loop wakes up.
+be slow, and compiles those again whose lexer is exhausted. The step loop continues meanwhile and
+collects finished work (`collect`). A file descriptor (`fileno`) becomes readable when there is
+any, so that an idle loop wakes up.
 
 Compiled grammars, and errors that constraints cause, are cached by source, least recently used
 evicted first, up to `MAX_CACHED_BYTES` by a conservative estimate: the library does not report the
@@ -124,16 +125,18 @@ class ConstraintCompiler:
                 if len(waiting) == 1:
                     self._compile_thread.submit(lambda: self._compile_for_waiting(key, source))
                 return constraint
-        self._start(constraint, cached)
+        _start(constraint, cached)
         constraint.is_busy = False
+        self._restart_if_exhausted(constraint)
         return constraint
 
     def advance(self, constraint: ConstraintState, token_id: int) -> None:
-        """Consume a token. A slow constraint is busy until that is done."""
+        """Consume a token. A slow or exhausted constraint is busy until that is done."""
         if constraint.is_slow:
             self._submit(constraint, self._advance_thread, lambda: constraint.advance(token_id))
         else:
             constraint.advance(token_id)
+            self._restart_if_exhausted(constraint)
 
     def validate_text(self, constraint: ConstraintState, text: str) -> None:
         """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
@@ -193,6 +196,11 @@ class ConstraintCompiler:
         os.close(self._wake_in)
         os.close(self._wake_out)
 
+    def _restart_if_exhausted(self, constraint: ConstraintState) -> None:
+        """Restart a constraint whose lexer is exhausted. It is busy until that is done."""
+        if constraint.is_exhausted:
+            self._submit(constraint, self._advance_thread, lambda: None)
+
     def _submit(self, constraint: ConstraintState, worker: _WorkerThread, job: _Job) -> None:
         """Run a job on a constraint in a worker thread. The constraint is collected afterwards."""
         constraint.is_busy = True
@@ -204,6 +212,8 @@ class ConstraintCompiler:
     def _run(self, constraint: ConstraintState, job: _Job) -> None:
         try:
             job()
+            if constraint.is_exhausted:
+                self._restart(constraint)
         except Exception as error:
             # Without a result, the output would wait forever.
             constraint.error = _reported(error)
@@ -215,7 +225,7 @@ class ConstraintCompiler:
             # From here on, `create` uses the cached grammar.
             waiting = self._waiting.pop(key)
         for constraint in waiting:
-            self._run(constraint, partial(self._start, constraint, cached))
+            self._run(constraint, partial(_start, constraint, cached))
 
     def _get_or_compile(self, key: bytes, source: str) -> _CachedGrammar:
         """Return a cached grammar. Otherwise check it in the sandbox, then compile it.
@@ -228,11 +238,12 @@ class ConstraintCompiler:
             cached = self._find_cached(key)
         if cached is not None:
             return cached
-        num_bytes = _ENTRY_BYTES + _BYTES_PER_CHARACTER * len(source)
         try:
             checked = self._sandbox.validate(SandboxRequest(source)).constraint
             compiled = grammar.compile_grammar(self._tokenizer, checked)
-            cached = _CachedGrammar(compiled, None, num_bytes, is_relaxed=checked != source)
+            cached = _CachedGrammar(
+                compiled, None, _num_bytes(source), is_relaxed=checked != source
+            )
         except Exception as error:
             failure = _reported(error)
             cached = _CachedGrammar(None, failure, _ENTRY_BYTES)
@@ -266,18 +277,24 @@ class ConstraintCompiler:
             return protocol.Checked(command.nonce, code=error.code, message=error.message)
         return protocol.Checked(command.nonce, is_relaxed=cached.is_relaxed, matches=matches)
 
-    def _start(self, constraint: ConstraintState, cached: _CachedGrammar) -> None:
-        """Start a constraint with a copy of a grammar. Called by any thread."""
-        if cached.error is not None:
-            # A copy: an error that is raised keeps the frames of all its callers.
-            raise _copy(cached.error)
-        compiled = cached.compiled
-        assert compiled is not None, "a grammar without error is compiled"
-        constraint.is_relaxed = cached.is_relaxed
-        constraint.start(
-            compiled.matcher.deep_copy(),
-            lambda: grammar.compile_grammar(self._tokenizer, compiled.source).matcher,
-        )
+    def _restart(self, constraint: ConstraintState) -> None:
+        """Continue an output whose lexer is exhausted with that of a grammar compiled again.
+
+        Later outputs use the new grammar, too.
+        """
+        with self._lock:
+            cached = self._find_cached(constraint.key)
+        # Another output may have replaced the grammar.
+        current = None if cached is None else cached.compiled
+        if current is not None and constraint.restart(current.matcher.deep_copy()):
+            return
+        compiled = grammar.compile_grammar(self._tokenizer, constraint.compiled_source)
+        if constraint.restart(compiled.matcher.deep_copy()):
+            num_bytes = _num_bytes(constraint.source)
+            with self._lock:
+                self._grammars[constraint.key] = _CachedGrammar(
+                    compiled, None, num_bytes, is_relaxed=constraint.is_relaxed
+                )
 
     def _add_ready(self, item: ConstraintState | protocol.Checked) -> None:
         # Both under the lock, so that the pipe is empty once the last item is collected.
@@ -323,6 +340,23 @@ def _reported(error: Exception) -> protocol.EngineError:
     return protocol.EngineError(
         "constraint.failed", "the constraint failed because of an internal error"
     )
+
+
+def _start(constraint: ConstraintState, cached: _CachedGrammar) -> None:
+    """Start a constraint with a copy of a grammar. Called by any thread."""
+    if cached.error is not None:
+        # A copy: an error that is raised keeps the frames of all its callers.
+        raise _copy(cached.error)
+    compiled = cached.compiled
+    assert compiled is not None, "a grammar without error is compiled"
+    constraint.is_relaxed = cached.is_relaxed
+    constraint.compiled_source = compiled.source
+    constraint.start(compiled.matcher.deep_copy())
+
+
+def _num_bytes(source: str) -> int:
+    """Return the estimated size of a grammar that was compiled just now."""
+    return _ENTRY_BYTES + _BYTES_PER_CHARACTER * len(source)
 
 
 def _copy(error: protocol.EngineError) -> protocol.EngineError:

@@ -17,7 +17,7 @@ far and that id. Ids in `forced` are already consumed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
 from ..protocol import EngineError
@@ -60,6 +60,8 @@ class ConstraintState:
         """A worker thread owns the state. The fields below are not valid."""
         self.is_relaxed = False
         """The grammar allows more than the schema it was compiled from."""
+        self.compiled_source = source
+        """The source that was compiled: the constraint, or its relaxed form."""
         self.mask = b""
         """One bit per id, little-endian. Ids beyond the last bit are not allowed."""
         self.forced: list[int] = []
@@ -71,8 +73,10 @@ class ConstraintState:
         self.is_valid: bool | None = None
         """Of a relaxed constraint: whether the whole text matches the schema, once validated."""
         self.is_slow = False
+        self.is_exhausted = False
+        """The matcher failed, possibly because of other outputs: all outputs of one compiled
+        grammar share its lexer and the lexer's limits. `restart` may follow."""
         self._matcher: Matcher | None = None
-        self._recompile: Callable[[], Matcher] | None = None
         self._tokens: list[int] = []
         self._eos_ids = eos_ids
         self._max_tokens = max_tokens
@@ -92,16 +96,17 @@ class ConstraintState:
             return "met"
         return "broken" if self.is_valid is False else "relaxed"
 
-    def start(self, matcher: Matcher, recompile: Callable[[], Matcher]) -> None:
-        """Start with a copy of a compiled grammar.
-
-        Args:
-            matcher: At the start of the language, owned by this state.
-            recompile: Compiles another matcher that shares nothing with others.
-        """
+    def start(self, matcher: Matcher) -> None:
+        """Start with a copy of a compiled grammar, which this state owns from here on."""
         self._matcher = matcher
-        self._recompile = recompile
         self._advance([])
+
+    def restart(self, matcher: Matcher) -> bool:
+        """Consume all tokens so far with another copy. Return False if it fails, too."""
+        self._matcher = matcher
+        self.is_exhausted = False
+        self.error = None
+        return self._consume_and_check(self._tokens)
 
     def advance(self, token_id: int) -> None:
         """Consume a token that the mask allows."""
@@ -116,27 +121,26 @@ class ConstraintState:
         start = time.thread_time()
         self.forced = []
         self._tokens += tokens
+        self.is_exhausted = not self._consume_and_check(tokens)
+        if self.error is None:
+            self._charge(time.thread_time() - start)
+
+    def _consume_and_check(self, tokens: list[int]) -> bool:
+        """Consume tokens, and set the error if nothing can follow. Return False if they fail."""
         matcher = self._consume(tokens)
-        if matcher.is_error():
-            # Outputs of one compiled grammar share its lexer and the lexer's limits. Retry with
-            # a lexer of its own, so that other outputs do not end this one.
-            assert self._recompile is not None
-            self._matcher = self._recompile()
-            matcher = self._consume(self._tokens)
-        if matcher.is_error():
+        is_error = matcher.is_error()
+        if is_error:
             reason = matcher.get_error().partition("\n")[0]
             self.error = EngineError(
                 "constraint.too_complex",
                 "the grammar became too complex during generation; make it less ambiguous: "
                 f"{reason}",
             )
-            return
-        if self.is_complete and not self.is_satisfied:
+        elif self.is_complete and not self.is_satisfied:
             self.error = EngineError(
                 "constraint.invalid", "no text of the language starts with the text so far"
             )
-            return
-        self._charge(time.thread_time() - start)
+        return not is_error
 
     def _consume(self, tokens: list[int]) -> Matcher:
         """Consume tokens and the forced tokens after them, and compute the next mask."""

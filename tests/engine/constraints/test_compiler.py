@@ -273,7 +273,7 @@ def test_dead_end_of_a_grammar_is_an_error() -> None:
             return True
 
     state = ConstraintState("", b"", (1,), 5)
-    state.start(DeadEndMatcher(), DeadEndMatcher)
+    state.start(DeadEndMatcher())
     assert state.error is not None
     assert state.error.code == "constraint.invalid"
 

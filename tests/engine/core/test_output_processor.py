@@ -538,23 +538,27 @@ def test_error_after_the_last_token_fails_no_output(
     harness.close()
 
 
-def test_exhausted_lexer_is_recompiled(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("slow_s", [10.0, -1.0])
+def test_exhausted_lexer_is_recompiled_for_all_outputs(
+    monkeypatch: pytest.MonkeyPatch, slow_s: float
 ) -> None:
-    compiled: list[str] = []
+    threads: list[int] = []
 
     def compile_and_count(tokenizer: LLTokenizer, source: str) -> grammar.CompiledGrammar:
-        compiled.append(source)
+        threads.append(threading.get_ident())
         return compile_grammar(tokenizer, source)
 
-    monkeypatch.setattr(grammar, "MAX_STATES", 300)
+    monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
+    monkeypatch.setattr(grammar, "MAX_STATES", 1000)
     monkeypatch.setattr(grammar, "compile_grammar", compile_and_count)
     harness = ConstraintHarness(LetterRunner())
     states = lark("start: /(a|b)*a(a|b){60}/")
     for seed in range(20):
         end = harness.call(states, max_tokens=100, seed=seed).finished
         assert (len(end.text), end.constraint == "met") == (100, end.text[-61] == "a")
-    assert len(compiled) > 3
+    # The lexer has room for several outputs.
+    assert 1 < len(threads) < 10
+    assert threading.get_ident() not in threads
     harness.close()
 
 
