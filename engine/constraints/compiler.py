@@ -2,9 +2,10 @@
 
 Two threads run what may take long. The *compile thread* first tries a new constraint in the
 sandbox process, then compiles it. The *advance thread* advances the grammars that turned out to
-be slow, and compiles those again whose lexer is exhausted. The step loop continues meanwhile and
-collects finished work (`collect`). A file descriptor (`fileno`) becomes readable when there is
-any, so that an idle loop wakes up.
+be slow, and compiles those again whose lexer is exhausted. Work that an output waits for runs
+before checks of constraints. The step loop continues meanwhile and collects finished work
+(`collect`). A file descriptor (`fileno`) becomes readable when there is any, so that an idle loop
+wakes up.
 
 Compiled grammars, and errors that constraints cause, are cached by source, least recently used
 evicted first, up to `MAX_CACHED_BYTES` by a conservative estimate: the library does not report the
@@ -18,6 +19,7 @@ Invariants: one thread owns a `ConstraintState` at a time: a worker while `is_bu
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -28,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Final, TypeAlias
 
 import msgspec
@@ -44,6 +46,8 @@ from .state import ConstraintState
 LONG_S: Final = 1.0
 RETRY_S: Final = 30.0
 """How long an error is kept that no constraint causes, if it took longer than `LONG_S`."""
+CHECK_S: Final = 10.0
+"""How long a check may wait for the compile thread. The server waits no longer for its answer."""
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
 _ENTRY_BYTES: Final = 64 * 1024
 _BYTES_PER_CHARACTER: Final = 40
@@ -120,10 +124,10 @@ class ConstraintCompiler:
             cached = self._find_cached(key)
             if cached is None:
                 self._num_pending += 1
-                waiting = self._waiting.setdefault(key, [])
-                waiting.append(constraint)
-                if len(waiting) == 1:
+                if key not in self._waiting:
+                    self._waiting[key] = []
                     self._compile_thread.submit(lambda: self._compile_for_waiting(key, source))
+                self._waiting[key].append(constraint)
                 return constraint
         _start(constraint, cached)
         constraint.is_busy = False
@@ -150,11 +154,19 @@ class ConstraintCompiler:
     def submit_check(self, command: protocol.ValidateConstraint) -> None:
         """Check a constraint, and optionally a text against it. `collect` returns the result."""
         self._num_pending += 1
-        self._compile_thread.submit(lambda: self._add_ready(self._check(command)))
+        until_s = time.monotonic() + CHECK_S
+        self._compile_thread.submit(
+            lambda: self._add_ready(self._check(command, until_s)), is_check=True
+        )
 
     def release(self, constraint: ConstraintState) -> None:
-        """Account for the growth of a grammar when an output that used it ends."""
+        """Stop waiting for a grammar, or account for its growth, when an output ends."""
         with self._lock:
+            waiting = self._waiting.get(constraint.key, [])
+            if constraint in waiting:
+                waiting.remove(constraint)
+                self._num_pending -= 1
+                return
             cached = self._grammars.get(constraint.key)
             if cached is None or cached.compiled is None:
                 return
@@ -220,6 +232,11 @@ class ConstraintCompiler:
         self._add_ready(constraint)
 
     def _compile_for_waiting(self, key: bytes, source: str) -> None:
+        with self._lock:
+            if not self._waiting[key]:
+                # All outputs have ended meanwhile.
+                del self._waiting[key]
+                return
         cached = self._get_or_compile(key, source)
         with self._lock:
             # From here on, `create` uses the cached grammar.
@@ -264,7 +281,13 @@ class ConstraintCompiler:
         cached = self._grammars.get(key)
         return None if cached is None or time.monotonic() >= cached.retry_at_s else cached
 
-    def _check(self, command: protocol.ValidateConstraint) -> protocol.Checked:
+    def _check(self, command: protocol.ValidateConstraint, until_s: float) -> protocol.Checked:
+        if time.monotonic() > until_s:
+            return protocol.Checked(
+                command.nonce,
+                code="constraint.unavailable",
+                message=f"the constraint waited for {CHECK_S:g} s behind others",
+            )
         cached = self._get_or_compile(_key(command.constraint), command.constraint)
         error, matches = cached.error, None
         if error is None and command.text is not None:
@@ -305,26 +328,28 @@ class ConstraintCompiler:
 
 
 class _WorkerThread:
-    """A thread that runs jobs one after the other. It starts with the first job."""
+    """A thread that runs jobs one after the other, checks last. It starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: PriorityQueue[tuple[bool, int, _Job | None]] = PriorityQueue()
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: _Job) -> None:
+    def submit(self, job: _Job, *, is_check: bool = False) -> None:
+        """Run a job. An output waits for it, unless it is a check."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        self._jobs.put((is_check, next(self._numbers), job))
 
     def stop(self) -> None:
         if self._thread is not None:
-            self._jobs.put(None)
+            self._jobs.put((True, next(self._numbers), None))
             self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[-1]) is not None:
             try:
                 job()
             except Exception:

@@ -26,8 +26,11 @@ class CountingSandbox(SandboxedGrammarCheck):
         super().__init__(["<|im_end|>"])
         self.requests: list[SandboxRequest] = []
         self.threads: set[int] = set()
+        self.is_open = threading.Event()
+        self.is_open.set()
 
     def validate(self, request: SandboxRequest) -> SandboxReply:
+        assert self.is_open.wait(60)
         self.requests.append(request)
         self.threads.add(threading.get_ident())
         return super().validate(request)
@@ -196,6 +199,49 @@ def test_thread_survives_a_job_that_fails(caplog: pytest.LogCaptureFixture) -> N
     assert done.wait(20)
     worker.stop()
     assert "a job of the thread to test failed" in caplog.text
+
+
+def test_outputs_are_compiled_before_checks(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox
+) -> None:
+    first, checked, last = (lark(f'start: "{number}"') for number in range(3))
+    sandbox.is_open.clear()
+    constraints.create(first, 10)
+    constraints.submit_check(protocol.ValidateConstraint(1, checked))
+    constraints.create(last, 10)
+    sandbox.is_open.set()
+    wait(constraints, 3)
+    assert [q.constraint for q in sandbox.requests] == [first, last, checked]
+
+
+def test_grammar_without_outputs_is_not_compiled(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox
+) -> None:
+    first, aborted, last = (lark(f'start: "{number}"') for number in range(3))
+    sandbox.is_open.clear()
+    constraints.create(first, 10)
+    constraints.release(constraints.create(aborted, 10))
+    constraints.create(last, 10)
+    sandbox.is_open.set()
+    wait(constraints, 2)
+    assert not constraints.is_pending
+    assert [q.constraint for q in sandbox.requests] == [first, last]
+
+
+def test_check_that_waited_too_long_is_not_made(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    sandbox.is_open.clear()
+    constraints.create(lark('start: "a"'), 10)
+    constraints.submit_check(protocol.ValidateConstraint(1, lark('start: "b"')))
+    now_s += compiler.CHECK_S + 1
+    sandbox.is_open.set()
+    _, checked = wait(constraints, 2)
+    assert isinstance(checked, protocol.Checked)
+    assert checked.code == "constraint.unavailable"
+    assert len(sandbox.requests) == 1
 
 
 def test_checked_constraint_is_cached(
