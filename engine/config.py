@@ -115,7 +115,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     threads: Annotated[
         int | None,
         _engine(
-            "CPU threads of each engine (default: one per core, at most one per 8 MiB of weights)",
+            "CPU threads of each engine (default: its share of the cores, at most one per 8 MiB of "
+            "weights)",
             metavar="N",
             bounds=(1, 1_024),
         ),
@@ -139,6 +140,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "(CPU only; slower)"
         ),
     ] = False
+
+    num_engines: Annotated[
+        int,
+        _engine(
+            "number of engine processes; they share cores and memory",
+            flag="engines",
+            metavar="N",
+            bounds=(1, 64),
+        ),
+    ] = 1
+    """Each engine takes its share of what it would take alone."""
 
     script: Annotated[
         Path | None,

@@ -120,17 +120,6 @@ class Config(EngineConfig, frozen=True, kw_only=True):
         ),
     ] = 86_400.0
 
-    num_engines: Annotated[
-        int,
-        Option(
-            help="number of engine processes",
-            group="engine",
-            flag="engines",
-            metavar="N",
-            bounds=(1, 64),
-        ),
-    ] = 1
-
     session_idle_s: Annotated[
         float,
         Option(

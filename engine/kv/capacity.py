@@ -3,7 +3,8 @@
 By default, on a CPU the KV cache holds `DEFAULT_CONTEXTS` contexts of full length, in at most
 `MEMORY_SHARE` of the memory that is free after loading. An accelerator has no other users: the
 KV cache takes its `MEMORY_SHARE` of all free memory, and the rest is left to the tensors of a
-step. The context length is bounded by the model, by `DEFAULT_CONTEXT_LEN` and by the KV cache.
+step. Several engines of a server divide the share. The context length is bounded by the model, by
+`DEFAULT_CONTEXT_LEN` and by the KV cache.
 
 Out of scope: measuring. All functions compute from given numbers.
 
@@ -76,6 +77,7 @@ def limits(
     token_bytes: int,
     free_bytes: int,
     kind: str,
+    num_engines: int = 1,
 ) -> EngineLimits:
     """Return limits that fit the model and its memory.
 
@@ -85,6 +87,7 @@ def limits(
         token_bytes: Size of one token's KV over all layers.
         free_bytes: Free memory of the device.
         kind: Kind of device, `cpu` or `cuda`.
+        num_engines: Engines that share the free memory.
 
     Raises:
         EngineError: `engine.bad_option` if a requested limit cannot be met, or if free memory holds
@@ -96,7 +99,8 @@ def limits(
     max_len = context_len or min(longest or DEFAULT_CONTEXT_LEN, DEFAULT_CONTEXT_LEN)
     block_size = block_size or BLOCK_SIZE
     if num_blocks is None:
-        num_blocks = int(MEMORY_SHARE[kind] * free_bytes) // (token_bytes * block_size)
+        own_bytes = int(MEMORY_SHARE[kind] * free_bytes / num_engines)
+        num_blocks = own_bytes // (token_bytes * block_size)
         if kind == "cpu":
             num_blocks = min(DEFAULT_CONTEXTS * -(-max_len // block_size), num_blocks)
         if requested.block_size is None:

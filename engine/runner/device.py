@@ -116,6 +116,8 @@ def num_cores(
     environment: Mapping[str, str] = os.environ,
     topology: Path = Path("/sys/devices/system/cpu"),
     groups: ControlGroups = OWN_GROUPS,
+    *,
+    num_engines: int = 1,
 ) -> int:
     """Return how many threads can compute at once in this process.
 
@@ -129,6 +131,7 @@ def num_cores(
         environment: The environment of the process.
         topology: The system's description of the processors, a folder.
         groups: The control groups of the process.
+        num_engines: Processes that share the cores. The environment counts for each.
     """
     for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         # A list names the threads of nested parallel regions, outermost first.
@@ -136,12 +139,12 @@ def num_cores(
         if threads.isdecimal() and int(threads):
             return int(threads)
     if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
+        return max(1, (os.cpu_count() or 1) // num_engines)
     siblings = set()
     for processor in os.sched_getaffinity(0):
         path = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"
         siblings.add(path.read_text("ascii") if path.is_file() else str(processor))
-    return max(1, int(min(len(siblings), groups.num_processors())))
+    return max(1, int(min(len(siblings), groups.num_processors()) / num_engines))
 
 
 def keep_freed_memory() -> None:

@@ -142,7 +142,7 @@ class TorchModelRunner(Runner):
             max_sequences=config.max_sequences,
         )
         model_config = self._load(config, requested)
-        self._set_threads(config.threads)
+        self._set_threads(config)
         recorded_bytes = 0 if backend.record is None else MAX_RECORDINGS * RECORDING_BYTES
         self.limits = capacity.limits(
             model_config,
@@ -150,6 +150,7 @@ class TorchModelRunner(Runner):
             token_bytes=sum(self._token_bytes()),
             free_bytes=devices.free_bytes(backend.device) - recorded_bytes,
             kind=backend.device.type,
+            num_engines=config.num_engines,
         )
         self._allocate_caches()
         if self._is_invariant:
@@ -191,10 +192,12 @@ class TorchModelRunner(Runner):
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         return loaded.model.config
 
-    def _set_threads(self, threads: int | None) -> None:
+    def _set_threads(self, config: EngineConfig) -> None:
+        threads = config.threads
         if threads is None:
             num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
-            threads = capacity.threads(num_bytes, devices.num_cores())
+            num_cores = devices.num_cores(num_engines=config.num_engines)
+            threads = capacity.threads(num_bytes, num_cores)
         torch.set_num_threads(threads)
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conure.engine.config import EngineConfig
 from conure.server.config import Config, ConfigError, default_data_folder, is_loopback
 from conure.server.program.decoding.bodies import MAX_BODY_BYTES
 
@@ -46,6 +47,11 @@ def test_error_names_setting_out_of_bounds(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(data=Path("d"), **setting)
     assert next(iter(setting)) in str(caught.value)
+
+
+def test_engines_know_how_many_share_the_machine() -> None:
+    engine = EngineConfig.from_json(Config(data=Path("d"), num_engines=3).to_json())
+    assert engine.num_engines == 3
 
 
 def test_default_folder_ignores_relative_xdg_path() -> None:

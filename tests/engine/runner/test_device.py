@@ -144,6 +144,23 @@ def test_accelerator_memory_goes_to_blocks(tmp_path: Path) -> None:
     assert found["cuda"].max_sequences > found["cpu"].max_sequences
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_engines_divide_memory(tmp_path: Path, kind: str) -> None:
+    config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
+    num_blocks = [
+        capacity.limits(
+            config,
+            RequestedLimits(),
+            token_bytes=1000,
+            free_bytes=4 * 10**6,
+            kind=kind,
+            num_engines=num_engines,
+        ).num_blocks
+        for num_engines in (1, 2)
+    ]
+    assert num_blocks[1] == num_blocks[0] // 2 > 0
+
+
 @pytest.mark.parametrize(
     ("free_bytes", "context_len"), [(-1, None), (0, None), (30_000, None), (10**5, 200)]
 )
@@ -185,18 +202,23 @@ def test_processors_count_as_cores_without_topology(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8}, raising=False)
     assert device.num_cores({}, tmp_path, UNLIMITED) == 3
+    assert device.num_cores({}, tmp_path, UNLIMITED, num_engines=2) == 1
+    assert device.num_cores({}, tmp_path, UNLIMITED, num_engines=4) == 1
+    assert device.num_cores({"OMP_NUM_THREADS": "3"}, tmp_path, UNLIMITED, num_engines=2) == 3
 
 
 def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shrunk.write(tmp_path, "llama")
     before = torch.get_num_threads()
-    monkeypatch.setattr(device, "num_cores", lambda: 2)
+    monkeypatch.setattr(device, "num_cores", lambda num_engines: 2 // num_engines)
     try:
         TorchModelRunner(EngineConfig(model=str(folder), dtype="float32"))
         assert torch.get_num_threads() == 1
         monkeypatch.setattr(capacity, "THREAD_BYTES", 1)
         TorchModelRunner(EngineConfig(model=str(folder), dtype="float32"))
         assert torch.get_num_threads() == 2
+        TorchModelRunner(EngineConfig(model=str(folder), dtype="float32", num_engines=2))
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 
