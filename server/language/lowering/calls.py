@@ -25,7 +25,7 @@ from .generation import lower_gen, lower_llm_chat
 from .interfaces import Lowerer
 from .methods import FUNCTIONS, METHODS, call_function, call_method
 from .scope import FunctionSource, NameScope
-from .values import NULL, Value, as_text, common_kind, text_of, var
+from .values import NULL, Value, as_text, common_kind, repeats_base, text_of, var
 
 _STATEMENTS: Final = {
     "job": "`job` opens a block: write `with job():`",
@@ -124,6 +124,8 @@ def _lower_attribute(
         raise SourceArgumentError("language.argument", message, position_of(node))
     value = lowerer.lower(function.value, scope)
     arguments = [lowerer.lower(each, scope) for each in node.args]
+    if function.attr == "get" and arguments and repeats_base(arguments[0].expression):
+        lowerer.emitter.count_repetition(value.expression)
     return call_method(function.attr, value, arguments, node)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...program.content import Expression
+from ...program.content import Expression, Json
 from ...program.ir import ExprNode, Job, Node
 from ..errors import Place, Position, SourceTooLargeError
 from ..options import Kind
@@ -22,7 +22,8 @@ from .values import Value, var
 
 MAX_COMPILED_NODES = 10_000
 MAX_LOWERED = 40_000
-"""Expressions that are lowered; those of an inlined function count at every call."""
+"""Expressions that are lowered; those of an inlined function count at every call, and those that a
+node repeats at every repetition."""
 MAX_COMPILED_CHARACTERS = 4_194_304
 """Characters of literal text in all nodes; inlined functions repeat theirs."""
 MAX_AFTER = 1_000
@@ -121,7 +122,19 @@ class Emitter:
         """
         self._num_lowered += 1
         if self._num_lowered > MAX_LOWERED:
-            raise self.too_large(f"more than {MAX_LOWERED:,} expressions: call fewer functions")
+            advice = "call fewer functions, or assign parts of expressions to names"
+            raise self.too_large(f"more than {MAX_LOWERED:,} expressions: {advice}")
+
+    def count_repetition(self, expression: Expression) -> None:
+        """Count an expression that is used a second time, with all its parts.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        for part in _parts(expression):
+            self.count_work()
+            if isinstance(part, str):
+                self.count_text(len(part))
 
     def count_text(self, length: int) -> None:
         """Count literal text of nodes.
@@ -255,6 +268,19 @@ class Emitter:
             yield
         finally:
             self.place = outer
+
+
+def _parts(value: Json) -> Iterator[Json]:
+    """Iterate over a JSON value and all keys and values in it."""
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        yield part
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            stack += part
+            stack += part.values()
 
 
 # Classes, because every `if` and every job enters such a context, and one that is written as a

@@ -21,7 +21,16 @@ from .comprehensions import ComprehensionLowerer
 from .emitter import Emitter
 from .interfaces import Inliner, Signatures
 from .scope import NameScope
-from .values import NULL, NotConstantError, Value, as_text, common_kind, element, text_of
+from .values import (
+    NULL,
+    NotConstantError,
+    Value,
+    as_text,
+    common_kind,
+    element,
+    repeats_base,
+    text_of,
+)
 
 _NUMERIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.Sub: ("sub", "-"),
@@ -244,6 +253,8 @@ class ExpressionLowerer:
 
     def _compare(self, node: ast.Compare, scope: NameScope, hint: str | None) -> Value:
         values = [text_of(self.lower(each, scope)) for each in (node.left, *node.comparators)]
+        for value in values[1:-1]:
+            self.emitter.count_repetition(value.expression)
         tests = []
         for operator, left, right in zip(node.ops, values, values[1:], strict=False):
             if type(operator) in _IDENTITY and NULL not in (left, right):
@@ -270,6 +281,8 @@ class ExpressionLowerer:
                 return Value(part, "text")
             message = "the index of a text must be a literal number: write text[0], or text[a:b]"
             raise SourceArgumentError("language.type", message, position_of(node.slice))
+        if repeats_base(index):
+            self.emitter.count_repetition(value.expression)
         return element(value, index)
 
     def _slice(self, value: Value, node: ast.Slice, scope: NameScope) -> Value:

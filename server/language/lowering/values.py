@@ -91,9 +91,14 @@ def element(value: Value, key: Expression) -> Value:
     if value.is_answer and key in ("content", "context"):
         return value
     found: Expression = {"get": [value.expression, key]}
-    if key == "context":
+    if repeats_base(key):
         found = {"first": [found, {"get": [value.expression, "content"]}]}
     return Value(found)
+
+
+def repeats_base(key: Expression) -> bool:
+    """Whether `element` repeats the expression of the list or dict for this key."""
+    return key == "context"
 
 
 def as_text(value: Value) -> Expression:

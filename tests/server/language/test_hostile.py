@@ -60,6 +60,17 @@ def test_a_hostile_template_is_refused_or_bounded(source: str) -> None:
     outcome(source, "template")
 
 
+@pytest.mark.parametrize(
+    ("start", "end"), [("", "['context']"), ("", ".get('context')"), ("(x < ", " < x)")]
+)
+def test_an_expression_that_repeats_its_parts_at_every_level_is_refused(
+    start: str, end: str
+) -> None:
+    result = outcome(f"x = parse_json(gen('a'))\nyield {start * 17}x{end * 17}")
+    assert isinstance(result, LanguageError)
+    assert "more than 40,000 expressions" in result.message
+
+
 @pytest.mark.parametrize("name", [*hostile.ATTRIBUTES, *hostile.BUILTINS])
 def test_nothing_of_python_can_be_reached(name: str) -> None:
     for source in (
