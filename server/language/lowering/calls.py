@@ -209,6 +209,7 @@ def _arguments(
         if name in _COMMON and name not in parameters:
             fields[_COMMON[name]] = lowerer.constant(keyword.value, scope, f"`{name}`")
         else:
+            lowerer.emitter.count_text(len(name))
             args[name] = lowerer.lower(keyword.value, scope).expression
     return args, fields
 

@@ -25,7 +25,7 @@ MAX_LOWERED = 40_000
 """Expressions that are lowered; those of an inlined function count at every call, and those that a
 node repeats at every repetition."""
 MAX_COMPILED_CHARACTERS = 4_194_304
-"""Characters of literal text in all nodes; inlined functions repeat theirs."""
+"""Characters of literal texts that are lowered; inlined functions repeat theirs at every call."""
 MAX_AFTER = 1_000
 """Nodes that `after` may list."""
 MAX_LAST_NODES = 8
@@ -131,10 +131,17 @@ class Emitter:
         Raises:
             SourceTooLargeError: `language.too_large`.
         """
-        for part in _parts(expression):
+        for _ in _parts(expression):
             self.count_work()
-            if isinstance(part, str):
-                self.count_text(len(part))
+        self.count_texts(expression)
+
+    def count_texts(self, value: Json) -> None:
+        """Count the texts in a constant, keys included.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        self.count_text(sum(len(part) for part in _parts(value) if isinstance(part, str)))
 
     def count_text(self, length: int) -> None:
         """Count literal text of nodes.
@@ -226,7 +233,6 @@ class Emitter:
         """
         name = hint if is_named else self.unique(hint)
         fields = self.common()
-        self.count_text(len(expression) if isinstance(expression, str) else 0)
         self.add(ExprNode(id=name, expr=expression, output=name, **fields))
         return var(name, kind)
 

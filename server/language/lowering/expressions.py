@@ -110,22 +110,24 @@ class ExpressionLowerer:
             SourceArgumentError: `language.constant`.
         """
         if type(node) is ast.Constant:
-            self.emitter.count_work()
-            return node.value
+            return self.lower(node, scope).expression
         try:
-            return self.lower(node, scope).constant()
+            value = self.lower(node, scope).constant()
         except NotConstantError:
             raise SourceArgumentError(
                 "language.constant",
                 f"{what} must be known before the program runs: write it as a literal",
                 position_of(node),
             ) from None
+        self.emitter.count_texts(value)
+        return value
 
     # --- literals -------------------------------------------------------------------------
 
     def _constant(self, node: ast.Constant, scope: NameScope, hint: str | None) -> Value:
         value = node.value
         if isinstance(value, str):
+            self.emitter.count_text(len(value))
             return Value(value, "text")
         if value is None:
             return NULL
@@ -159,6 +161,7 @@ class ExpressionLowerer:
             variable = None
             if isinstance(item, ast.Call) and calls.makes_variable(self, item, scope):
                 variable = variable_of(key.value)
+            self.emitter.count_text(len(key.value))
             fields[key.value] = self.lower(item, scope, variable).expression
         if "role" in fields and "context" in fields and "content" not in fields:
             # The key of a message's text in the essay that this language comes from.

@@ -145,6 +145,7 @@ class FunctionInliner:
             if isinstance(part, OutputSlot):
                 name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
                 segments.append(output_segment(part, name, options))
+                emitter.count_texts({**options, **part.options})
                 values[part.name] = var(name, slot_kind(part, options))
             else:
                 segments += self._segments(part, values)

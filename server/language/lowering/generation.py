@@ -144,7 +144,6 @@ def lower_gen(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | No
         message = "tools need a chat template: use `llm_chat`"
         raise SourceArgumentError("language.argument", message, node)
     segments = prompt_segments(lowerer.text(prompt, scope))
-    lowerer.emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
     variable = hint or lowerer.emitter.unique("text")
     segments.append(Segment(output=variable, **read.output))
     lowerer.emitter.add(
@@ -238,7 +237,6 @@ def _message(fields: dict[str, Expression], lowerer: Lowerer) -> Message:
     if content is None:
         return Message(content=None, **known)
     operands = _text_operands(content)
-    lowerer.emitter.count_text(sum(len(each) for each in operands if isinstance(each, str)))
     if all(isinstance(each, str) for each in operands):
         return Message(content="".join(operands), **known)
     segments = [Segment(text=each) if isinstance(each, str) else _input(each) for each in operands]

@@ -71,6 +71,30 @@ def test_an_expression_that_repeats_its_parts_at_every_level_is_refused(
     assert "more than 40,000 expressions" in result.message
 
 
+LONG = repr("x" * 16_000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"return a + {LONG}",
+        f"return {{{LONG}: a}}",
+        f"return gen(a, regex={LONG})",
+        f"return client('ask', {LONG[1:-1]}=a)",
+        f"yield {{'a': {LONG} + a}}",
+        f"if a == {LONG}:\n        yield a",
+        f'"""{{{{a}}}} {{{{name=b, stop=[{LONG}]}}}}"""',
+        f'"""{{{{a}}}} {LONG} {{{{name=b}}}}"""',
+    ],
+    ids=lambda body: body[:12],
+)
+def test_texts_that_inlined_functions_repeat_are_bounded(body: str) -> None:
+    calls = "b = f(a)\n" * 300
+    result = outcome(f"def f(a):\n    {body}\na = gen('a')\n{calls}yield b")
+    assert isinstance(result, LanguageError)
+    assert "more than 4 MiB of text" in result.message
+
+
 @pytest.mark.parametrize("name", [*hostile.ATTRIBUTES, *hostile.BUILTINS])
 def test_nothing_of_python_can_be_reached(name: str) -> None:
     for source in (
