@@ -50,6 +50,8 @@ _PROGRAM = "p.id, p.tenant, p.idempotency_key, p.body_hash, p.created_at, p.body
 _VALUE = "v.variable, v.epoch, v.attempt, v.tokenizer_hash, v.token_ids, v.text, v.value, v.crc"
 _EVENT = "e.seq, e.type, e.at, e.data, e.crc"
 _END = "status, finished_at, receipt, error, nodes, crc"
+_TRUNCATED = b'"truncated":true'
+"""In the event of a value whose text was cut off; the value itself may contain it, too."""
 
 
 class JournalReader:
@@ -325,8 +327,9 @@ def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
     # CROSS JOIN fixes the loop order: by program, then by seq.
     for number, *row in connection.execute(
         f"SELECT e.program, {_EVENT} FROM unfinished u CROSS JOIN event e "
-        f"ON e.program = u.program WHERE e.type NOT IN ('variable.committed', '{TRACE}') "
-        "ORDER BY u.program, e.seq"
+        "ON e.program = u.program WHERE e.type <> ? "
+        "AND (e.type <> 'variable.committed' OR instr(e.data, ?)) ORDER BY u.program, e.seq",
+        (TRACE, _TRUNCATED),
     ):
         program_events[number].append(_event(ids[number], row))
     watched = {

@@ -220,8 +220,8 @@ class StoredProgram(Struct, frozen=True, kw_only=True):
     """In the order of appending."""
     values: list[ValueRecord]
     events: list[EventRecord]
-    """Ordered by `seq`, without `variable.committed` (see `values`). Filled by `Journal.unfinished`
-    only."""
+    """Ordered by `seq`, without traces, and with `variable.committed` only for truncated texts (see
+    `values`). Filled by `Journal.unfinished` only."""
     end: EndRecord | None
     """None while the program has not ended."""
     watch: WatchRecord | None = None

@@ -13,7 +13,7 @@ from conure.server.program.decoding.bounded_json import MAX_BODY_BYTES, MAX_ELEM
 from conure.server.program.errors import ProgramError, UnavailableError
 from conure.server.runtime.admission import intake
 
-from .inprocess import generate, server_harness
+from .inprocess import Program, client, generate, server_harness
 
 
 def chat(splice: str) -> dict[str, Any]:
@@ -52,6 +52,22 @@ async def test_a_text_cut_by_max_tokens_is_marked_everywhere(tmp_path: Path) -> 
         stored = await harness.executor.status(program.id, tenant=harness.tenant)
     assert stored.variables["cut"].truncated
     assert not stored.variables["whole"].truncated
+
+
+async def test_a_cut_text_stays_marked_when_the_server_restarts_before_the_end(
+    tmp_path: Path,
+) -> None:
+    nodes = [generate("cut", "Count: ", max_tokens=2), client("ask", "x")]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["cut", "x"])
+        requested = await program.event("client.requested")
+        await program.get("cut")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        assert (await program.get("cut")).truncated
+        await program.put("x", {"truncated": True}, requested.data["request_id"])
+        status = await program.end()
+    assert msgspec.to_builtins(status.receipt)["truncated"] == ["cut"]
 
 
 @pytest.mark.parametrize(
