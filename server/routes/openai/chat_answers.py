@@ -60,7 +60,7 @@ class ChatResponseBuilder:
         self._with_usage = with_usage
 
     def complete(self, final: RequestResult) -> ChatCompletion:
-        """A `chat.completion`."""
+        """Return the response of a request that does not stream."""
         choices = [
             ChatChoice(
                 index=i,
@@ -87,7 +87,7 @@ class ChatResponseBuilder:
         return b"".join(self._chunk([_chat_delta(i, delta)]) for i in range(self._num_answers))
 
     def delta(self, delta: CompletionDelta) -> bytes:
-        """A chunk with text, and with the log probabilities of its tokens."""
+        """Return a chunk with text, and with the log probabilities of its tokens."""
         logprobs = _logprobs(delta.logprobs)
         return self._chunk([_chat_delta(delta.answer, {"content": delta.text}, None, logprobs)])
 

@@ -8,6 +8,7 @@ Invariant: the concatenated texts of a choice's chunks are the text of the compl
 from __future__ import annotations
 
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class TextLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float]] | None
     """null if no alternatives were requested."""
     text_offset: list[int]
-    """Characters of the choice's text before the token."""
+    """Complete characters of the choice's text before the token."""
 
 
 class TextChoice(Struct, frozen=True, kw_only=True):
@@ -53,7 +54,13 @@ class CompletionResponseBuilder:
     """Builds responses of `/v1/completions`."""
 
     def __init__(
-        self, request_id: str, model: str, *, with_usage: bool, echoes: Sequence[str]
+        self,
+        request_id: str,
+        model: str,
+        *,
+        with_usage: bool,
+        echoes: Sequence[str],
+        with_alternatives: bool,
     ) -> None:
         """Start a response.
 
@@ -62,17 +69,18 @@ class CompletionResponseBuilder:
             model: its name in the request.
             with_usage: whether a stream ends with the usage.
             echoes: for each answer, the text before the generated text.
+            with_alternatives: whether the log probabilities of other tokens were requested.
         """
         self._id = f"cmpl-{request_id}"
         self._model = model
         self._created = int(time.time())
         self._with_usage = with_usage
         self._echoes = echoes
-        self._num_streamed = [len(echo) for echo in echoes]
-        """Characters of each answer's tokens so far, for `text_offset`."""
+        self._with_alternatives = with_alternatives
+        self._offsets = [_TokenOffsets(len(echo)) for echo in echoes]
 
     def complete(self, final: RequestResult) -> Completion:
-        """A `text_completion`."""
+        """Return the response of a request that does not stream."""
         choices = [
             TextChoice(
                 index=i,
@@ -99,7 +107,7 @@ class CompletionResponseBuilder:
         )
 
     def delta(self, delta: CompletionDelta) -> bytes:
-        """A chunk with text, and with the log probabilities of its tokens."""
+        """Return a chunk with text, and with the log probabilities of its tokens."""
         choice = TextChoice(
             index=delta.answer,
             text=delta.text,
@@ -123,16 +131,11 @@ class CompletionResponseBuilder:
         """Return the log probabilities of an answer's next tokens."""
         if not tokens:
             return None
-        offsets = []
-        for token in tokens:
-            offsets.append(self._num_streamed[answer])
-            self._num_streamed[answer] += len(token["token"])
-        has_top = any(token["top_logprobs"] for token in tokens)
         return TextLogprobs(
             tokens=[token["token"] for token in tokens],
             token_logprobs=[token["logprob"] for token in tokens],
-            top_logprobs=[_top(token) for token in tokens] if has_top else None,
-            text_offset=offsets,
+            top_logprobs=[_top(token) for token in tokens] if self._with_alternatives else None,
+            text_offset=[self._offsets[answer].add(token) for token in tokens],
         )
 
     def _chunk(self, choices: list[TextChoice], usage: Usage | None = None) -> bytes:
@@ -146,6 +149,20 @@ class CompletionResponseBuilder:
         if self._with_usage:
             chunk["usage"] = usage
         return sse_data(chunk)
+
+
+class _TokenOffsets:
+    """Counts the characters before each token of an answer. A character may span tokens."""
+
+    def __init__(self, num_chars: int) -> None:
+        self._num_chars = num_chars
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: Json) -> int:
+        """Return the complete characters before the next token."""
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(bytes(token["bytes"])))
+        return offset
 
 
 def _top(token: Json) -> dict[str, float]:

@@ -133,7 +133,11 @@ async def complete_text(request: Request[Any, Any, Any]) -> ASGIResponse:
 
     def builder(request_id: str) -> ChunkBuilder:
         return CompletionResponseBuilder(
-            request_id, body.model, with_usage=_with_usage(body), echoes=echoes
+            request_id,
+            body.model,
+            with_usage=_with_usage(body),
+            echoes=echoes,
+            with_alternatives=bool(body.logprobs),
         )
 
     return await _run_request(request, body, "completion", nodes, builder)
