@@ -106,14 +106,15 @@ class KillCascade:
             source = producer.node
             if self._state.nodes[source].has_ended or not self._may_end(source):
                 continue
-            slots = self._graph.slots[source]
-            stop = first_unneeded_slot(self._state, source, before=len(slots))
+            # The slots from here on are never run: an earlier kill named one of their variables.
+            end = self._context.stop_before_slot.get(source, len(self._graph.slots[source]))
+            stop = first_unneeded_slot(self._state, source, before=end)
             if stop == 0:
                 message = f"killed: only ended nodes read its value, the last one was {node_id}"
                 self._context.to_end.append(
                     (source, "killed", Problem(code=NODE_KILLED, message=message))
                 )
-            elif stop < len(slots):
+            elif stop < end:
                 self._context.stop_before_slot[source] = stop
 
     def _may_end(self, node_id: str) -> bool:

@@ -8,6 +8,9 @@ variable that the kill names explicitly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ...program.graph.graph import Slot
 from ...program.ir import KillNode, RoundEndNode
 from ...program.status import Problem
 from ..node_context import NodeContext, NodeExecutor
@@ -27,30 +30,52 @@ class KillExecutor(NodeExecutor[KillNode]):
         self._cascade = KillCascade(context)
 
     def run(self, node: KillNode, slot: int) -> None:
-        """End the nodes of the kill set. The end of each node may end more (`node_ended`)."""
-        kill_set = KillSet(self.state, node)
+        """End the nodes that the kill names. The end of each node may end more (`node_ended`).
+
+        A call goes on until the output that the kill names if an earlier output is needed.
+        """
+        nodes: dict[str, None] = {}
+        for target in node.targets:
+            if target not in self.state.graph.variables:
+                nodes |= dict.fromkeys(_nodes_in_job(self.state, node, target))
+            elif (producer := _pending_producer(self.state, target)) is not None:
+                if first_unneeded_slot(self.state, producer.node, before=producer.index) == 0:
+                    nodes[producer.node] = None
+                else:
+                    self._stop_before(producer)
         problem = Problem(code=NODE_KILLED, message=f"killed by {node.id}")
-        self.context.stop_before_slot |= kill_set.stop_before_slot
         ready = [
-            each
-            for node_id in kill_set.nodes
-            for each in self.context.end_node(node_id, "killed", problem)
+            each for node_id in nodes for each in self.context.end_node(node_id, "killed", problem)
         ]
         self.context.complete_slot(node.id, slot, ready)
+
+    def _stop_before(self, slot: Slot) -> None:
+        """Let a call end before a slot, or before an earlier one if a kill has named that."""
+        limits = self.context.stop_before_slot
+        limits[slot.node] = min(slot.index, limits.get(slot.node, slot.index))
 
     def node_ended(self, node_id: str) -> None:
         """End what only served a killed node, and what cannot run without its values."""
         self._cascade.node_ended(node_id)
 
     def restore(self, recovered: RecoveredState) -> None:
-        """Restore which calls end early because of kills before a restart."""
+        """Restore which calls end early because of kills before a restart.
+
+        A kill is done after it has ended its nodes, so a producer that has not ended goes on for
+        earlier outputs.
+        """
         for node_state in self.state.nodes.values():
             if isinstance(node_state.node, KillNode) and node_state.phase == "done":
-                kill_set = KillSet(self.state, node_state.node)
-                self.context.stop_before_slot |= kill_set.stop_before_slot
+                for target in node_state.node.targets:
+                    if (producer := _pending_producer(self.state, target)) is not None:
+                        self._stop_before(producer)
 
     def resume(self) -> None:
-        """Repeat the consequences of kills, in case the server stopped in between."""
+        """Repeat the consequences of ended nodes that the journal does not have.
+
+        The cascade ignores nodes that ended for other reasons than a kill. An ended node counts for
+        the nodes in its bodies: it reads what they read.
+        """
         for node_id, node_state in list(self.state.nodes.items()):
             body = self.state.graph.body_of(node_id)
             if node_state.has_ended and (
@@ -60,53 +85,36 @@ class KillExecutor(NodeExecutor[KillNode]):
         self.context.advance([])
 
 
-class KillSet:
-    """The nodes that a kill names."""
+def _pending_producer(state: ProgramState, variable: str) -> Slot | None:
+    """Return the slot that writes a variable; None if no slot does or the variable is resolved."""
+    return None if state.is_resolved(variable) else state.graph.get_producer(variable)
 
-    def __init__(self, state: ProgramState, node: KillNode) -> None:
-        self._state = state
-        self._node = node
-        self.nodes: dict[str, None] = {}
-        """Nodes to end now, in order."""
-        self.stop_before_slot: dict[str, int] = {}
-        """Calls with earlier outputs that are still needed: they end before this slot."""
-        for target in node.targets:
-            if target in state.graph.variables:
-                self._add_variable(target)
-            else:
-                self._add_job(target)
 
-    def _add_job(self, job: str) -> None:
-        spared = {self._node.id, *self._ancestors(self._node.id)}
-        for node_id, node_state in self._state.nodes.items():
-            # The end of a round completes a loop that is spared. It ends with any other loop.
-            is_spared = node_id in spared or isinstance(node_state.node, RoundEndNode)
-            if not is_spared and not node_state.has_ended and self._is_in_job(node_id, job):
-                self.nodes[node_id] = None
-
-    def _is_in_job(self, node_id: str, job: str) -> bool:
-        """Whether a node, or a node around it, belongs to a job."""
-        nodes = self._state.graph.nodes
-        return any(
-            self._state.is_within(nodes[each].job, job)
-            for each in (node_id, *self._ancestors(node_id))
+def _nodes_in_job(state: ProgramState, kill: KillNode, job: str) -> list[str]:
+    """Return the nodes of a job that a kill ends. The nodes around the kill go on."""
+    spared = {kill.id, *_nodes_around(state, kill.id)}
+    return [
+        node_id
+        for node_id, node_state in state.nodes.items()
+        # A loop that goes on needs the end of its round, which ends with any other loop.
+        if not (
+            node_id in spared or isinstance(node_state.node, RoundEndNode) or node_state.has_ended
         )
+        and _is_in_job(state, node_id, job)
+    ]
 
-    def _ancestors(self, node_id: str) -> list[str]:
-        ancestors = []
-        body = self._state.graph.body_of(node_id)
-        while body is not None:
-            ancestors.append(body.control)
-            body = self._state.graph.body_of(body.control)
-        return ancestors
 
-    def _add_variable(self, variable: str) -> None:
-        producer = self._state.graph.get_producer(variable)
-        if producer is None or self._state.is_resolved(variable):
-            return
-        node_id, index = producer.node, producer.index
-        if first_unneeded_slot(self._state, node_id, before=index) > 0:
-            stop = min(self.stop_before_slot.get(node_id, index), index)
-            self.stop_before_slot[node_id] = stop
-        else:
-            self.nodes[node_id] = None
+def _is_in_job(state: ProgramState, node_id: str, job: str) -> bool:
+    """Whether a node, or a node around it, belongs to a job."""
+    return any(
+        state.is_within(state.graph.nodes[each].job, job)
+        for each in (node_id, *_nodes_around(state, node_id))
+    )
+
+
+def _nodes_around(state: ProgramState, node_id: str) -> Iterator[str]:
+    """Yield the nodes in whose bodies a node is, the innermost first."""
+    body = state.graph.body_of(node_id)
+    while body is not None:
+        yield body.control
+        body = state.graph.body_of(body.control)

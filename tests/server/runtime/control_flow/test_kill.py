@@ -109,6 +109,48 @@ async def test_a_call_is_killed_after_its_last_output_that_has_a_reader(
     assert (phases["p"], phases["end"]) == ("killed", "done")
 
 
+def outputs(node: str, *names: str, first: Json = LONG) -> Json:
+    """Return a call that waits for `found` and generates several outputs."""
+    writes = [{"output": name, "max_tokens": 9} for name in names]
+    return {
+        "id": node,
+        "op": "generate",
+        "prompt": [{"input": "found"}, writes[0] | first, *writes[1:]],
+    }
+
+
+async def test_a_killed_output_is_not_generated_for_a_later_one_that_is_needed(
+    harness: ServerHarness,
+) -> None:
+    nodes: list[Json] = [
+        outputs("p", "one", "two", "three"),
+        generate("reader", insert("one"), **LONG),
+        generate("other", insert("three"), **LONG),
+        kill("reader", "two"),
+    ]
+    phases = await phases_after_go(harness, nodes, inputs={"found": "A"})
+    assert [phases[name] for name in ("p", "reader", "other")] == ["killed", "killed", "skipped"]
+
+
+async def test_a_second_kill_does_not_extend_a_call(harness: ServerHarness) -> None:
+    nodes: list[Json] = [
+        client("find", "found"),
+        outputs("p", "one", "two", "three", first={}),
+        generate("reader", insert("two"), max_tokens=9),
+        kill("two"),
+        kill("three") | {"id": "k2", "after": ["k"]},
+        client("answer", "x", after=["k2"]),
+    ]
+    program = await harness.submit([client("go", "go"), *nodes], outputs=["one"])
+    for node, variable in (("go", "go"), ("answer", "x"), ("find", "found")):
+        requested = await program.event("client.requested", node=node)
+        await program.put(variable, "yes", requested.data["request_id"])
+    status = await program.end()
+    assert status.nodes["p"].status == "killed"
+    assert [status.variables[name].status for name in ("one", "two")] == ["done", "killed"]
+    assert status.nodes["reader"].status == "skipped"
+
+
 async def test_a_map_with_a_yield_in_its_body_goes_on(harness: ServerHarness) -> None:
     told = {"id": "told", "op": "yield", "value": var("s")}
     body: list[Json] = [generate("s", insert("x"), max_tokens=9)]
@@ -187,6 +229,30 @@ async def test_a_restart_repeats_the_consequences_of_a_kill(tmp_path: Path) -> N
         async with asyncio.timeout(60):
             status = await program.end()
         assert status.nodes["plan"].status == "killed"
+
+
+async def test_a_call_ends_before_a_killed_output_after_a_restart(tmp_path: Path) -> None:
+    nodes: list[Json] = [
+        client("go", "go"),
+        client("find", "found"),
+        outputs("p", "one", "two", first={}),
+        generate("reader", insert("one"), **LONG),
+        kill("reader", "two"),
+    ]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, open=True)
+        find = await program.event("client.requested", node="find")
+        go = await program.event("client.requested", node="go")
+        await program.put("go", True, go.data["request_id"])
+        await program.event("node.finished", node="k")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("found", "A", find.data["request_id"])
+        await program.event("node.killed", "node.finished", node="p")
+        await program.append(close=True)
+        status = await program.end()
+    assert status.nodes["p"].status == "killed"
+    assert [status.variables[name].status for name in ("one", "two")] == ["done", "killed"]
 
 
 async def test_body_can_kill_the_node_around_it(tmp_path: Path) -> None:
