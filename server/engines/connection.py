@@ -32,7 +32,7 @@ from .command_line import EngineCommandLine
 from .heartbeat import HeartbeatMonitor
 from .protocol import EMBEDDINGS_OWNER, Listener
 from .reports import join_tokens
-from .step_costs import StepClock
+from .step_costs import StepCostMeter
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class EngineConnection(asyncio.Protocol):
         self._lowest = 0
         """Free and cached blocks in the step since the last request in which they were fewest."""
         self.num_steps = 0
-        self.step_clock = StepClock(num_blocks=0, block_size=0)
+        self.cost_meter = StepCostMeter(num_blocks=0, block_size=0)
         self.on_steps: Callable[[], None] | None = None
         self.answered_at = time.monotonic()
         self._hang_s = hang_s
@@ -372,13 +372,13 @@ class EngineConnection(asyncio.Protocol):
         self._hello.set_result(hello)
         limits = hello.limits
         self.num_free = self._lowest = limits.num_blocks
-        self.step_clock = StepClock(limits.num_blocks, limits.block_size)
+        self.cost_meter = StepCostMeter(limits.num_blocks, limits.block_size)
 
     def _handle_steps(self, steps: list[protocol.StepReport]) -> None:
         """Deliver the reports of steps. If the loop was late, those of several steps at once."""
         now = time.monotonic()
         for step in steps:
-            self.step_clock.observe(step, now)
+            self.cost_meter.observe(step, now)
             self.num_free = step.num_free
             self.num_cached = step.num_cached
             self.num_steps = step.number
@@ -392,7 +392,7 @@ class EngineConnection(asyncio.Protocol):
         if not commands or not self._alive or self._transport is None:
             return
         if any(isinstance(command, _WORK) for command in commands):
-            self.step_clock.start(time.monotonic())
+            self.cost_meter.start(time.monotonic())
         frame = self._encoder.encode(protocol.Commands(commands))
         self._transport.write(len(frame).to_bytes(4, "big") + frame)
 

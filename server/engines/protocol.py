@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeAlias
 
 from conure.engine import protocol
 
-from .step_costs import StepClock
+from .step_costs import StepCostMeter
 
 Listener: TypeAlias = Callable[[protocol.Report], None]
 """Receives the reports on one context."""
@@ -51,7 +51,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def step_clock(self) -> StepClock:
+    def cost_meter(self) -> StepCostMeter:
         """Measures what a step costs."""
         ...
 

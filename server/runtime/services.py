@@ -81,7 +81,7 @@ class RuntimeServices:
         """Return the speeds of the live engines whose steps are known, by name."""
         speeds: dict[str, EngineSpeed] = {}
         for name, engine in self.engines.items():
-            limits, costs = engine.hello.limits, engine.step_clock.costs
+            limits, costs = engine.hello.limits, engine.cost_meter.costs
             if costs is not None:
                 speeds[name] = EngineSpeed(costs, limits.step_tokens, limits.max_sequences)
         return speeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.engine.protocol import StepReport
-from conure.server.engines.step_costs import MIN_INTERVAL_S, StepClock, StepCostFit, StepCosts
+from conure.server.engines.step_costs import (
+    KEEP,
+    MIN_INTERVAL_S,
+    StepAmounts,
+    StepCostFit,
+    StepCostMeter,
+    StepCosts,
+)
 
 COSTS = StepCosts(step_s=0.005, token_s=0.0001, held_token_s=1e-6)
 NUM_BLOCKS, BLOCK_SIZE = 1_000, 16
@@ -20,7 +28,7 @@ class SimulatedEngine:
 
     def __init__(self, costs: StepCosts = COSTS) -> None:
         self.costs = costs
-        self.clock = StepClock(NUM_BLOCKS, BLOCK_SIZE)
+        self.clock = StepCostMeter(NUM_BLOCKS, BLOCK_SIZE)
         self.now = 100.0
         self.num_steps = 0
         self.num_tokens = 0
@@ -83,14 +91,43 @@ def test_equal_steps_are_explained(num_tokens: int, num_held: int) -> None:
     assert step_s == pytest.approx(expected_s, rel=0.01)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9)), min_size=1))
-def test_costs_are_never_negative(intervals: list[tuple[int, int, int]]) -> None:
+@given(st.integers(0, 1_000))
+def test_decoding_alone_tells_all_costs(seed: int) -> None:
+    """The tokens and the held tokens of an interval are both about proportional to its steps."""
+    draw = random.Random(seed)
     fit = StepCostFit()
-    assert fit.fit() == StepCosts(0, 0, 0)
-    for number, amounts in enumerate(intervals):
-        fit.add(amounts, 0.1 if number % 2 else 3)
-    assert min(fit.fit()) >= 0
-    assert max(fit.fit()) > 0
+    for _ in range(400):
+        num_steps, batch = draw.randint(3, 6), draw.randint(6, 16)
+        num_tokens = num_steps * batch
+        amounts = StepAmounts(num_steps, num_tokens, num_tokens * draw.randint(600, 1_200))
+        fit.add(amounts, sum(cost * amount for cost, amount in zip(COSTS, amounts, strict=True)))
+    assert fit.fit() == pytest.approx(COSTS, rel=1e-6)
+
+
+AMOUNTS = st.builds(StepAmounts, st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
+
+
+@given(st.lists(st.tuples(AMOUNTS, st.sampled_from([0.1, 1.0, 3.0])), min_size=1))
+def test_no_other_costs_explain_the_intervals_better(
+    intervals: list[tuple[StepAmounts, float]],
+) -> None:
+    def error(costs: list[float]) -> float:
+        total = 0.0
+        for amounts, seconds in intervals:
+            excess_s = sum(map(operator.mul, costs, amounts)) - seconds
+            total = KEEP * total + excess_s**2 / seconds
+        return total
+
+    fit = StepCostFit()
+    assert fit.fit() is None
+    for amounts, seconds in intervals:
+        fit.add(amounts, seconds)
+    found = list(fit.fit() or ())
+    assert min(found) >= 0
+    for column, cost in enumerate(found):
+        for change in (-0.01 * cost, 0.001):
+            changed = [*found[:column], cost + change, *found[column + 1 :]]
+            assert error(changed) >= error(found) - 1e-9
 
 
 def test_the_costs_follow_an_engine_that_becomes_slower() -> None:
