@@ -51,6 +51,8 @@ TOO_LARGE = 413
 """HTTP status of a request that exceeds the size limit of the server."""
 ENDED_CODES = ("session.ended", "session.closed")
 """Codes of an append to a program that has ended or was closed by another client."""
+UNKNOWN_PROGRAM = "program.not_found"
+"""Code of an append to a program that the server does not have."""
 QUOTA_CODES = "quota."
 """Beginning of the codes of an append that exceeds what one program may hold."""
 
@@ -78,6 +80,8 @@ class OpenProgram:
     announced: set[str] = field(default_factory=set)
     """Variables of appends that the server has not accepted yet. No other request may read them,
     because it may arrive first."""
+    awaits_submission: bool = False
+    """The server does not know the program yet. Requests wait for the answer to its submission."""
     has_finished: bool = False
     is_cancelled: bool = False
 
@@ -97,6 +101,8 @@ class OutboxRequest:
     records: Sequence[CallRecord] = ()
     is_complete: bool = False
     """A submission that nothing will be appended to."""
+    is_early: bool = False
+    """An append that is sent before the submission of its program has an answer."""
 
     @property
     def variables(self) -> set[str]:
@@ -179,7 +185,7 @@ class SpeculativeOutbox:
             self._under_way.discard(request)
             program = request.program
             if request.action == "submit":
-                program.run = run
+                program.run, program.awaits_submission = run, False
                 self._program_ids.append(program.id)
             else:
                 program.announced -= request.variables
@@ -200,6 +206,12 @@ class SpeculativeOutbox:
             records = [record for record in request.records if record.program == program.id]
             for record in records:
                 record.is_sent, record.program = False, ""
+            if _is_too_early(request, failure) and not program.is_rejected:
+                program.awaits_submission = program.run is None
+                program.given -= request.body["inputs"].keys()
+                program.num_nodes -= len(request.records)
+                self._registry.send_again(records)
+                return
             if request.action == "append":
                 _note_limit(program, failure)
             # An append may arrive before the submission of its program is rejected.
@@ -338,7 +350,7 @@ class SpeculativeOutbox:
         registry = self._registry
         for program in self.programs:
             known = (program.inputs - program.given) & registry.values.keys()
-            if not (program.is_open and known):
+            if not (program.is_open and known) or program.awaits_submission:
                 continue
             missing = program.inputs - program.given - known
             names: set[str] = set()
@@ -349,16 +361,19 @@ class SpeculativeOutbox:
             if names:
                 program.given |= names
                 inputs = {name: registry.values[name] for name in sorted(names)}
-                return OutboxRequest("append", {"inputs": inputs}, program)
+                is_early = program.run is None
+                return OutboxRequest("append", {"inputs": inputs}, program, is_early=is_early)
         return None
 
     def _next_calls(self) -> OutboxRequest | None:
         registry = self._registry
+        program = self.programs[-1] if self.programs else None
+        if program is not None and program.takes_calls and program.awaits_submission:
+            return None
         while self._split:
             records = [record for record in self._split.pop() if record.is_open]
             if records:
                 return self._request(records)
-        program = self.programs[-1] if self.programs else None
         # Variables that a request cannot read yet: announced ones, and those of calls not taken.
         held = set() if program is None else set(program.announced)
         taken: list[CallRecord] = []
@@ -391,7 +406,8 @@ class SpeculativeOutbox:
         if program is None:
             return self._submission(records)
         body = self._graph(records, program)
-        request = OutboxRequest("append", body, program, records)
+        is_early = program.run is None
+        request = OutboxRequest("append", body, program, records, is_early=is_early)
         self._mark_sent(request, program)
         program.announced |= request.variables
         return request
@@ -449,6 +465,11 @@ class SpeculativeOutbox:
             "inputs": {name: registry.values[name] for name in inputs if name in registry.values},
             "outputs": outputs,
         }
+
+
+def _is_too_early(request: OutboxRequest, failure: Exception) -> bool:
+    """Whether an append reached a server that has not accepted the submission of its program."""
+    return request.is_early and getattr(failure, "code", "") == UNKNOWN_PROGRAM
 
 
 def _note_limit(program: OpenProgram, failure: Exception) -> None:

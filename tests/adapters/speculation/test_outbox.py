@@ -211,6 +211,54 @@ def test_call_that_overtook_a_rejected_submission_is_sent_again(sent: Sent) -> N
     assert sent.heard("b") == []
 
 
+def refuse_early(sent: Sent) -> tuple[OutboxRequest, list[OutboxRequest]]:
+    """Return a submission, and what followed it: values and a call, which arrived before it."""
+    sent.registry.plan([call("a", {"s"}, {"input": "s"}), call("b", set(), SEGMENT)])
+    submission = sent.outbox.next()
+    sent.registry.set_values({"s": "S"})
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    values, append = sent.outbox.next(), sent.outbox.next()
+    assert submission is not None
+    assert values is not None
+    assert append is not None
+    return submission, [values, append]
+
+
+def test_requests_that_a_busy_server_did_not_expect_follow_its_answer(sent: Sent) -> None:
+    submission, early = refuse_early(sent)
+    for request in early:
+        sent.outbox.rejected(request, NotFoundError("program.not_found", "no such program"))
+    assert sent.outbox.next() is None
+    sent.outbox.accepted(submission, SimpleNamespace(id=submission.program.id))
+    sent.accept_all()
+    assert [request.body for request in sent.requests] == [request.body for request in early]
+    assert sent.heard("a") == sent.heard("c") == []
+    assert sent.registry.rejections == []
+
+
+def test_requests_that_arrived_before_a_rejected_submission_are_sent_again(sent: Sent) -> None:
+    submission, early = refuse_early(sent)
+    for request in early:
+        sent.outbox.rejected(request, NotFoundError("program.not_found", "no such program"))
+    sent.outbox.rejected(submission, UnavailableError("queue.full", "busy"))
+    sent.accept_all()
+    (again,) = sent.requests
+    assert (again.action, [record.variable for record in again.records]) == ("submit", ["c"])
+
+
+def test_requests_follow_a_submission_that_was_accepted_meanwhile(sent: Sent) -> None:
+    submission, early = refuse_early(sent)
+    sent.outbox.accepted(submission, SimpleNamespace(id=submission.program.id))
+    for request in early:
+        sent.outbox.rejected(request, NotFoundError("program.not_found", "no such program"))
+    sent.accept_all()
+    assert [request.body for request in sent.requests] == [request.body for request in early]
+    gone = NotFoundError("program.not_found", "it was deleted")
+    sent.registry.add_unplanned(call("d", set(), SEGMENT))
+    sent.reject_next(gone)
+    assert sent.heard("d") == [gone]
+
+
 def test_number_of_requests_under_way_is_bounded(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
