@@ -37,7 +37,7 @@ from conure.server.program.ir import MAX_NODES, Json
 from conure.server.program.status import Event
 
 from ..client import ServerUnreachableError
-from .answer_stream import LEASE_LOST
+from .answer_stream import LEASE_LOST, is_stop
 from .planned_call import seeded_node
 from .registry import CallRecord, PlannedCallRegistry, plan_failure
 
@@ -286,13 +286,15 @@ class SpeculativeOutbox:
         """
         with self._registry.lock:
             program.has_finished = has_finished
-            if getattr(failure, "code", "") == LEASE_LOST and self._registry.failure is None:
+            code = getattr(failure, "code", "")
+            if code == LEASE_LOST and self._registry.failure is None:
                 program.is_open = False
                 records = self._registry.records.values()
                 self._registry.send_again([r for r in records if r.program == program.id])
                 return
             # A later call may succeed in another program, unless this one was stopped on purpose.
-            is_last = has_finished and program.is_open and program is self.programs[-1]
+            is_stopped = program.is_open or (is_stop(code) and not program.is_cancelled)
+            is_last = has_finished and is_stopped and program is self.programs[-1]
             program.is_full = program.is_full or not has_finished
             self._registry.end_program(program.id, _conure_error(failure), is_last=is_last)
 

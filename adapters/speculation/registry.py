@@ -27,7 +27,7 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, ProgramStatus
 
 from ..client.connection import FAILURE_EVENTS
-from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure
+from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure, is_stop
 from .planned_call import SEED_BITS, PlannedCall, holds, request_key
 from .siblings import SiblingGroups
 
@@ -246,6 +246,8 @@ class PlannedCallRegistry:
             if record is None or record.has_ended:
                 return  # a text may arrive after the answer, over another stream
             record.has_ended = event.type in RESULT_EVENTS
+            if event.type == "node.killed" and is_stop(event.data.get("code", "")):
+                return  # whether the call is sent again is decided at the end of the program
             if event.type in FAILURE_EVENTS:
                 self._end_failed(record, event)
             elif record.is_open and event.type in TEXT_EVENTS:
@@ -286,7 +288,10 @@ class PlannedCallRegistry:
             if is_last:
                 self.close(failure)
             records = self.records.values()
-            self._fail([each for each in records if is_last or each.program == program], failure)
+            ended = [each for each in records if is_last or each.program == program]
+            self._fail(ended, failure)
+            lost = self.dependents({record.variable for record in ended if record.failure})
+            self._fail(lost, plan_failure(failure))
 
     def send_again(self, records: Iterable[CallRecord]) -> None:
         """Queue calls whose program does not answer them, before all that is unsent."""

@@ -8,9 +8,14 @@ import pytest
 
 from conure.adapters.client import ServerUnreachableError
 from conure.adapters.speculation import outbox as module
+from conure.adapters.speculation.answer_stream import program_failure
 from conure.adapters.speculation.outbox import OutboxRequest, SpeculativeOutbox
 from conure.adapters.speculation.planned_call import SEED_BITS, PlannedCall, seeded_node
-from conure.adapters.speculation.registry import PlanFailedError, PlannedCallRegistry
+from conure.adapters.speculation.registry import (
+    CallRecord,
+    PlanFailedError,
+    PlannedCallRegistry,
+)
 from conure.server.program.errors import (
     ConflictError,
     NotFoundError,
@@ -373,6 +378,55 @@ def test_a_program_that_is_stopped_ends_the_run(sent: Sent) -> None:
     sent.outbox.program_ended(sent.requests[0].program, stopped, has_finished=True)
     assert sent.heard("a") == [stopped]
     assert sent.registry.add_unplanned(call("b", set(), SEGMENT)).failure is stopped
+
+
+def stop(sent: Sent, code: str) -> None:
+    """Stop the first program as the server does: it kills the nodes first."""
+    program = sent.outbox.programs[0]
+    for name in "ab":
+        killed = event("node.killed", node=f"{name}_call", code=code, message="stopped")
+        sent.outbox.on_event(program, killed)
+    finished = event("program.finished", status="cancelled", code=code, message="stopped")
+    sent.outbox.program_ended(program, program_failure(finished), has_finished=True)
+
+
+def claimed(sent: Sent) -> list[CallRecord]:
+    """Return a planned call that the app has made and that has a text, and an unplanned call."""
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    record = sent.registry.claim(node("z", SEGMENT))
+    assert record is not None
+    unplanned = sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    sent.accept_all()
+    sent.registry.on_event(event("node.delta", variable="a", node="a_call", text="A", offset=0))
+    return [record, unplanned]
+
+
+def test_killed_calls_of_a_program_that_lost_its_client_continue(sent: Sent) -> None:
+    claimed(sent)
+    stop(sent, "program.lease_lost")
+    sent.accept_all()
+    first, again = sent.requests
+    assert [record.variable for record in again.records] == ["a", "b"]
+    assert seeds(first) == seeds(again)
+    sent.registry.on_event(event("node.delta", variable="a", node="a_call", text="AA", offset=0))
+    sent.registry.on_event(committed("b", "B"))
+    assert [each.data["text"] for each in sent.heard("a")] == ["A", "AA"]  # type: ignore[union-attr]  # no error
+    assert [each.type for each in sent.heard("b")] == ["variable.committed"]  # type: ignore[union-attr]  # no error
+
+
+@pytest.mark.parametrize("may_grow", [True, False])
+def test_killed_calls_of_a_program_that_is_stopped_are_not_sent_again(
+    sent: Sent, may_grow: bool
+) -> None:
+    sent.outbox.may_grow = may_grow
+    calls = claimed(sent)
+    stop(sent, "program.cancelled")
+    assert sent.requests[0].is_complete is not may_grow
+    for record in calls:
+        assert isinstance(record.failure, RunError)
+        assert record.failure.code == "program.cancelled"
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    assert sent.outbox.next() is None
 
 
 def test_an_answer_that_does_not_fit_is_made_once_more_in_another_program(sent: Sent) -> None:
