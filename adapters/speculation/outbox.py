@@ -167,9 +167,8 @@ class SpeculativeOutbox:
     def next(self) -> OutboxRequest | None:
         """Return a request to send now; None if there is none before the next answer or call."""
         with self._registry.lock:
-            if len(self._under_way) >= MAX_UNDER_WAY:
-                return None
-            request = self._next()
+            has_room = len(self._under_way) < MAX_UNDER_WAY
+            request = self._next() if has_room else self._next_cancel()
             if request is not None:
                 self._under_way.add(request)
             return request
@@ -206,6 +205,10 @@ class SpeculativeOutbox:
             records = [record for record in request.records if record.program == program.id]
             for record in records:
                 record.is_sent, record.program = False, ""
+            if program.is_cancelled:
+                assert self._registry.failure is not None, "the run has ended"
+                self._registry.reject(records, self._registry.failure)
+                return
             if _is_too_early(request, failure) and not program.is_rejected:
                 program.awaits_submission = program.run is None
                 program.given -= request.body["inputs"].keys()
@@ -328,7 +331,7 @@ class SpeculativeOutbox:
         for program in self.programs if self._ending == "cancel" else ():
             has_ended = program.has_finished or program.is_cancelled
             is_kept = self._keeps_awaited and self._is_awaited(program)
-            if program.run is None or has_ended or is_kept:
+            if has_ended or is_kept:
                 continue
             program.is_open, program.is_cancelled = False, True
             return OutboxRequest("cancel", {}, program)

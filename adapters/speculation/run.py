@@ -23,14 +23,15 @@ from typing import Final, TypeAlias
 
 from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
-from conure.server.program.status import Event, EventType
+from conure.server.program.status import Accepted, Event, EventType
 
-from ..client import AsyncRun, Client, NotReadyError
+from ..client import AsyncClient, AsyncRun, Client, NotReadyError
 from ..client.owned_generator import OwnedGenerator
 from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_failure
 from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
 from .planned_call import PlannedCall
 from .registry import CallRecord, PlanFailedError, PlannedCallRegistry
+from .request_tasks import RequestTasks
 from .siblings import SiblingWait
 
 Resend: TypeAlias = Callable[[CallRecord, PlanFailedError], CallRecord]
@@ -118,6 +119,7 @@ class SpeculativeRun:
         """Done when the first request has an answer or has failed."""
         self._is_flushing = False
         """Whether the I/O thread will look for requests."""
+        self._writing = RequestTasks()
         self._sibling_wait = SiblingWait(self.calls.sibling_wait_s, self.calls.lock)
         self._is_idle: Future[None] = Future()
         """Done while no request is under way."""
@@ -309,7 +311,8 @@ class SpeculativeRun:
             await asyncio.sleep(0)
         await self._sibling_wait.run()
         requests = self._taken()
-        await asyncio.gather(*map(self._write, requests))
+        # A request that is cancelled leaves the others under way.
+        await asyncio.gather(*map(self._write, requests), return_exceptions=True)
 
     def _taken(self) -> list[OutboxRequest]:
         """Return what can be sent now."""
@@ -322,7 +325,8 @@ class SpeculativeRun:
 
     async def _write(self, request: OutboxRequest) -> None:
         try:
-            await self._carry_out(request)
+            with self._writing.running(request):
+                await self._carry_out(request)
         except asyncio.CancelledError:
             self._rejected(request, RuntimeError("the client was closed"))
             raise
@@ -339,7 +343,11 @@ class SpeculativeRun:
         if request.action == "submit":
             await self._submit(request)
         elif request.action == "cancel":
-            self.calls.note_started(await program.run.cancel())
+            if program.run is None and await self._writing.give_up(program):
+                twin = self._client.twin
+                self._client.io_thread.start_task(_cancel_unanswered, twin, program.id)
+            if program.run is not None:
+                self.calls.note_started(await program.run.cancel())
             self.outbox.accepted(request)
         else:
             wait_s = ARRIVAL_S if program.run is None else 0.0
@@ -386,7 +394,7 @@ class SpeculativeRun:
         return RESULT_EVENTS | TEXT_EVENTS if self._is_streamed else RESULT_EVENTS
 
     def _rejected(self, request: OutboxRequest, failure: Exception) -> None:
-        if request.action in ("submit", "append"):
+        if request.action in ("submit", "append") and not request.program.is_cancelled:
             logger.info("calls of %s not accepted: %s", self._name, failure)
         self.outbox.rejected(request, failure)
 
@@ -410,3 +418,13 @@ class SpeculativeRun:
         self.outbox.on_event(program, event)
         if event.type in ("variable.committed", "node.failed"):
             self.flush()
+
+
+async def _cancel_unanswered(client: AsyncClient, program: str) -> None:
+    """Cancel a program that the server may have accepted, without an answer to its submission.
+
+    If the server accepts it later, the lease ends it.
+    """
+    accepted = Accepted(id=program, status="accepted", outputs=[], url="")
+    with contextlib.suppress(ConureError, RuntimeError):
+        await AsyncRun(client, accepted).cancel()

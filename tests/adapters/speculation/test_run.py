@@ -9,9 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from conure.adapters.client import NotReadyError
+from conure.adapters.client import NotReadyError, Retry
+from conure.adapters.speculation import request_tasks
 from conure.adapters.speculation.registry import CallRecord, PlanFailedError
 from conure.adapters.speculation.run import SpeculativeRun
+from conure.server.program.errors import NotFoundError, RunError
+from conure.server.program.status import ProgramStatus
 
 from .calls import call, committed, event, node
 
@@ -80,6 +83,69 @@ async def test_a_run_is_idle_after_its_last_request() -> None:
     await client.run_tasks()
     await run.await_until_sent()
     assert client.bodies[-1] == {"close": True}
+
+
+class SlowDouble(ClientDouble):
+    """A client whose server answers a submission when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.requests: list[str] = []
+        self.running: set[asyncio.Task[None]] = set()
+        self._retry = Retry()
+
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        self.running.add(asyncio.create_task(function(*args)))
+
+    async def submit(self, body: dict[str, Any], **_: Any) -> Any:
+        self.requests.append("submit")
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.requests.append("given up")
+            raise
+        return SimpleNamespace(id=body["id"], events=_no_events, cancel=self._cancel)
+
+    async def _cancel(self) -> ProgramStatus:
+        self.requests.append("cancel")
+        return ProgramStatus(id="p", status="cancelled", created_at="now")
+
+    async def _do(self, flow: Any) -> Any:
+        request = next(flow)
+        self.requests.append(request.method)
+        raise NotFoundError("program.not_found", "no such program")
+
+
+async def test_the_end_of_a_run_waits_for_a_prompt_answer_to_a_submission() -> None:
+    client: Any = SlowDouble()
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
+    run.add_unplanned(call("a", set(), "tea"))
+    await asyncio.sleep(0.01)
+    run.end(is_cancelled=True)
+    await asyncio.sleep(0.01)
+    assert client.requests == ["submit"]
+    client.may_answer.set()
+    await run.await_until_sent()
+    await asyncio.gather(*client.running)
+    assert client.requests == ["submit", "cancel"]
+
+
+async def test_a_submission_without_a_prompt_answer_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_tasks, "PROMPT_ANSWER_S", 0.01)
+    client: Any = SlowDouble()
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
+    run.plan([call("a", set(), "tea")])
+    record = run.add_unplanned(call("b", set(), "rum"))
+    await asyncio.sleep(0.01)
+    run.end(is_cancelled=True)
+    await run.await_until_sent()
+    assert isinstance(record.failure, RunError)
+    assert run.calls.rejections == []
+    await asyncio.gather(*client.running, return_exceptions=True)
+    assert client.requests == ["submit", "given up", "DELETE"]
 
 
 async def test_an_answer_that_arrived_is_read_after_the_time_limit() -> None:

@@ -1,13 +1,17 @@
-"""A program of an accelerated chain that another client cancels."""
+"""Programs of an accelerated chain that are cancelled, by another client or at its end."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
+from conure.adapters.speculation import request_tasks, run
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import RunError
@@ -28,3 +32,23 @@ def test_cancelled_program_ends_the_chain(tmp_path: Path, submitted: list[str]) 
             list(chunks)
         assert raised.value.code == "program.cancelled"
         assert submitted == [program]
+
+
+async def test_the_end_of_a_run_does_not_wait_for_a_busy_server(
+    double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_tasks, "PROMPT_ANSWER_S", 0.0)
+    busy = kit.Answer(429, kit.problem(429, "queue.full", "busy"), {"Retry-After": "30"})
+    double.on("POST", "/v1/programs", busy)
+    with await asyncio.to_thread(lambda: Client(app=double)) as client:
+        llm = ChatConure(client=client)
+        fast = accelerate(ask("{x}") | llm | TEXT | ask("{y}") | llm)
+        running = asyncio.create_task(fast.ainvoke("tea"))
+        while not double.seen:  # noqa: ASYNC110 - the client has a thread of its own
+            await asyncio.sleep(0.001)
+        running.cancel()
+        started_s = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert time.monotonic() - started_s < run.CANCEL_TIMEOUT_S / 2
+    assert [seen.method for seen in double.seen] == ["POST", "DELETE"]
