@@ -121,6 +121,7 @@ class SpeculativeOutbox:
         *,
         may_grow: bool = False,
         has_outputs: bool = True,
+        session: str | None = None,
         program_ids: list[str] | None = None,
     ) -> None:
         """Start without a program.
@@ -130,6 +131,7 @@ class SpeculativeOutbox:
             name: name of the programs.
             may_grow: more calls may follow after those that are planned at first.
             has_outputs: calls that no other call reads are outputs of their program.
+            session: session of the programs.
             program_ids: receives the ids of the programs.
         """
         self.programs: list[OpenProgram] = []
@@ -138,6 +140,10 @@ class SpeculativeOutbox:
         self._registry = registry
         self._name = name[:MAX_NAME_LENGTH]
         self._has_outputs = has_outputs
+        # An attached program ends when its client is gone.
+        self._options: dict[str, Json] = {"detach": False}
+        if session is not None:
+            self._options["session"] = session
         self._program_ids = program_ids if program_ids is not None else []
         self._split: list[list[CallRecord]] = []
         """Parts of rejected requests; the last one is sent next."""
@@ -432,8 +438,7 @@ class SpeculativeOutbox:
             "id": program.id,
             "program": body | {"name": self._name},
             "inputs": inputs,
-            # An attached program ends when its client is gone.
-            "options": {"detach": False},
+            "options": self._options,
         }
         request = OutboxRequest("submit", submission, program, records, is_complete)
         self._mark_sent(request, program)

@@ -90,6 +90,7 @@ class SpeculativeRun:
         is_streamed: bool,
         may_grow: bool = False,
         has_outputs: bool = True,
+        session: str | None = None,
         program_ids: list[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,12 +103,18 @@ class SpeculativeRun:
                 from the server before `follow_texts`.
             may_grow: see `SpeculativeOutbox`.
             has_outputs: see `SpeculativeOutbox`.
+            session: see `SpeculativeOutbox`.
             program_ids: see `SpeculativeOutbox`.
             clock: measures the time limits of calls, in seconds.
         """
         self.calls = PlannedCallRegistry()
         self.outbox = SpeculativeOutbox(
-            self.calls, name, may_grow=may_grow, has_outputs=has_outputs, program_ids=program_ids
+            self.calls,
+            name,
+            may_grow=may_grow,
+            has_outputs=has_outputs,
+            session=session,
+            program_ids=program_ids,
         )
         self.identity = client.identity
         """Identifies the server and the sender of the calls: see `Client.identity`."""

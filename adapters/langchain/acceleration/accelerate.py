@@ -21,8 +21,8 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import coerce_to_runnable
 from pydantic import PrivateAttr
 
-from ...client import Client
 from ...client.owned_generator import OwnedGenerator
+from ..chat.call_meta import session_of_run
 from ..chat.model import ChatConure
 from ..compilation.traversal import models_of
 from .active_run import ACTIVE_RUN, ActiveRun, current_run
@@ -215,8 +215,10 @@ class Accelerated(PassthroughRunnable):
             with ACTIVE_RUN.activate(active):
                 return (await self._instrumenter.copy.abatch([given], config, **kwargs))[0]
 
-    def _client(self) -> Client | None:
-        return None if self._model is None else self._model.connection()
+    def _new_run(self, config: RunnableConfig | None, *, is_streamed: bool) -> ChainRun:
+        client = None if self._model is None else self._model.connection()
+        session = session_of_run(config)
+        return ChainRun(client, self.get_name(), is_streamed=is_streamed, session=session)
 
     @contextlib.contextmanager
     def _running(
@@ -227,7 +229,7 @@ class Accelerated(PassthroughRunnable):
         *,
         is_streamed: bool,
     ) -> Iterator[ActiveRun]:
-        run = ChainRun(self._client(), self.get_name(), is_streamed=is_streamed)
+        run = self._new_run(config, is_streamed=is_streamed)
         is_failed = True
         try:
             plan = self._instrumenter.plan(run.prefix(), config)
@@ -248,7 +250,7 @@ class Accelerated(PassthroughRunnable):
         *,
         is_streamed: bool,
     ) -> AsyncIterator[ActiveRun]:
-        run = ChainRun(self._client(), self.get_name(), is_streamed=is_streamed)
+        run = self._new_run(config, is_streamed=is_streamed)
         is_failed = True
         try:
             plan = self._instrumenter.plan(run.prefix(), config)

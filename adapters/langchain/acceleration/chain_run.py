@@ -34,7 +34,14 @@ from .run_stats import PlanMiss, RunStats
 class ChainRun:
     """Matches the calls of one run with its plans, counts and answers them."""
 
-    def __init__(self, client: Client | None, name: str, *, is_streamed: bool) -> None:
+    def __init__(
+        self,
+        client: Client | None,
+        name: str,
+        *,
+        is_streamed: bool,
+        session: str | None = None,
+    ) -> None:
         """Send nothing yet.
 
         Args:
@@ -42,6 +49,7 @@ class ChainRun:
             name: name of the chain.
             is_streamed: the chain is streamed. Else texts are not requested from the server
                 before a call streams.
+            session: session of its programs.
         """
         self.stats = RunStats()
         self.is_over = False
@@ -49,6 +57,7 @@ class ChainRun:
         self._has_failed = False
         self._name = name
         self._is_streamed = is_streamed
+        self._session = session
         self._lock = threading.Lock()
         self._bound_run: SpeculativeRun | None = None
         if client is not None:
@@ -70,7 +79,9 @@ class ChainRun:
         """
         with self._lock:
             if self._bound_run is None:
-                self._bound_run = SpeculativeRun(client, self._name, is_streamed=self._is_streamed)
+                self._bound_run = SpeculativeRun(
+                    client, self._name, is_streamed=self._is_streamed, session=self._session
+                )
         return self._run.identity == client.identity
 
     @property

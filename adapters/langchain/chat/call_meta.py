@@ -57,6 +57,17 @@ def session_of(meta: Mapping[str, Json] | None) -> str | None:
     return f"{THREAD_PREFIX}{thread}"[:MAX_SESSION_CHARS] if thread else None
 
 
+def session_of_run(config: RunnableConfig | None) -> str | None:
+    """Return the session that the app names for a run of a chain through `thread_id`, if any.
+
+    Args:
+        config: config that the run is started with; it inherits from the config of the context.
+    """
+    full = ensure_config(config)
+    thread = full["metadata"].get("thread_id", full["configurable"].get("thread_id"))
+    return None if thread is None else session_of({"thread_id": thread})
+
+
 class CallRun(BaseCallbackHandler):
     """The identifiers of the LangChain run of one call.
 

@@ -18,7 +18,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import PrivateAttr
 
-from conure.adapters.client import Client
+from conure.adapters.client import AsyncClient, Client
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.adapters.langchain.chat.model_call import ModelCall
 from conure.server.app import create_app
@@ -244,6 +244,25 @@ def test_calls_of_a_thread_keep_its_queue_position(llm: ChatConure, client: Clie
     tool_agent(watching).invoke(SAID, thread("customer 8"))
     watching.invoke("Without a thread.")
     assert watching._seen == ["thread customer 8", "thread customer 8", None]
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_accelerated_graph_is_in_the_session_of_its_thread(
+    llm: ChatConure, monkeypatch: pytest.MonkeyPatch, has_thread: bool
+) -> None:
+    sessions: list[Any] = []
+    submit = AsyncClient.submit
+
+    async def record(self: AsyncClient, body: Any, **kwargs: Any) -> Any:
+        sessions.append(body["options"].get("session"))
+        return await submit(self, body, **kwargs)
+
+    monkeypatch.setattr(AsyncClient, "submit", record)
+    fast = accelerate(tool_agent(llm, None))
+    fast.invoke(SAID, thread("customer 9") if has_thread else None)
+    outer = RunnableLambda(lambda given: fast.invoke(given))
+    outer.invoke(SAID, thread("customer 10") if has_thread else None)
+    assert sessions == (["thread customer 9", "thread customer 10"] if has_thread else [None, None])
 
 
 async def test_agent_without_thread_is_one_session(client: Client) -> None:
