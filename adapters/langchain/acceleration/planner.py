@@ -15,7 +15,7 @@ Invariant: the chain makes every call of its plan, unless an earlier step raises
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.globals import get_llm_cache
 from langchain_core.messages import BaseMessage
@@ -27,6 +27,8 @@ from langchain_core.runnables import (
     RunnableConfig,
     RunnableParallel,
 )
+from langchain_core.runnables.config import merge_configs
+from langchain_core.runnables.configurable import RunnableConfigurableAlternatives
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import input_expression, variables
@@ -149,6 +151,8 @@ class _PlanningCompiler(ChainCompiler):
             if isinstance(problem, UnsupportedPartError) and problem.path == position.path:
                 why = problem.reason
             return self._await(runnable, value, position, why)
+        except Exception as problem:  # the chain itself raises the error when it gets there
+            return self._await(runnable, value, position, f"{type(problem).__name__}: {problem}")
 
     def _joined_functions(self, steps: Sequence[Runnable[Any, Any]]) -> list[Runnable[Any, Any]]:
         return []  # functions are awaited one by one
@@ -157,6 +161,13 @@ class _PlanningCompiler(ChainCompiler):
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value | None:
         return None  # the chain computes it; a plan contains calls only
+
+    def _compile_wrapper(
+        self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
+    ) -> Value:
+        if _is_made_by_factory(runnable, position.config):
+            return self._await(runnable, value, position, "a function of the app makes it")
+        return super()._compile_wrapper(runnable, value, position)
 
     def _compile_functions(
         self, runnables: list[Runnable[Any, Any]], value: Value, position: ChainPosition
@@ -197,6 +208,17 @@ class _PlanningCompiler(ChainCompiler):
         self._unread.append(source)
         self.awaited[position.path] = AwaitedValue(position.path, what, why, source)
         return ClientValue(source, lambda made: made)
+
+
+def _is_made_by_factory(runnable: Any, config: Mapping[str, Any]) -> bool:
+    """Return whether a function makes the alternative that the config chooses."""
+    while isinstance(runnable, RunnableConfigurableAlternatives):
+        chosen = merge_configs(runnable.config, cast(RunnableConfig, dict(config)))
+        which = chosen.get("configurable", {}).get(runnable.which.id, runnable.default_key)
+        runnable = runnable.alternatives.get(which, runnable.default)
+        if not isinstance(runnable, Runnable):
+            return True
+    return False
 
 
 def _sources_of(value: Value) -> list[Source]:

@@ -262,7 +262,7 @@ class ChainCompiler:
     ) -> AnswerValue:
         prompt = self._prompt(value, position)
         try:
-            model.sampling(kwargs)
+            model.node("", "", [], kwargs)  # checks the arguments
             num_answers = num_answers_of(model.n, kwargs)
         except ValueError as problem:
             raise unsupported(position, str(problem)) from problem
