@@ -11,6 +11,7 @@ import msgspec
 from ...program.decoding.typed_json import decode_record
 from ...program.graph.graph import graph_of
 from ...program.ir import Append, Submission
+from ...program.nodes.base import NodeWithBodies
 from ...program.status import Phase, Problem
 from ...store.journal import StoredProgram
 from ..node_registry import node_executors
@@ -73,7 +74,8 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
     for record in stored.values:
         if graph.get_producer(record.variable) is None:
             graph.mark_provided(record.variable)
-    _replay_events(stored, state, recovered, shift_s)
+    ended_early = _replay_events(stored, state, recovered, shift_s)
+    recovered.stop = _find_stop(state, ended_early)
     for node_id, node_state in state.nodes.items():
         _complete_committed_slots(state, node_id, node_state, at=created_at)
     _end_bodies(state, at=created_at)
@@ -94,7 +96,9 @@ def replay_expansions(state: ProgramState, history: ExpansionHistory) -> None:
 
 def _replay_events(
     stored: StoredProgram, state: ProgramState, recovered: RecoveredState, shift_s: float
-) -> None:
+) -> list[str]:
+    """Replay events in their order; return the nodes that ended early."""
+    ended_early: list[str] = []
     for record in stored.events:
         event = decode_event(record)
         if record.type == "client.requested":
@@ -127,22 +131,48 @@ def _replay_events(
             _restore_usage(node_state, event, shift_s)
             problem = Problem(code=event.code, message=event.message, cause=event.cause)
             state.end(node_id, _END_PHASES[record.type], problem, at=record.at + shift_s)
-            recovered.stop = recovered.stop or _stop_of(state, node_id, problem)
+            ended_early.append(node_id)
+    return ended_early
 
 
-def _stop_of(state: ProgramState, node_id: str, problem: Problem) -> ProgramStop | None:
-    """Return why the program was ending when this node ended early; None if it was not.
+def _find_stop(state: ProgramState, ended_early: list[str]) -> ProgramStop | None:
+    """Return why the program was ending; None if it was not.
 
     The first nodes of a program that stops are durable before its end: it must not go on without
     them, or end as if nothing had happened.
     """
+    stops = (_stop_of(state, node_id) for node_id in ended_early)
+    return next((stop for stop in stops if stop is not None), None)
+
+
+def _stop_of(state: ProgramState, node_id: str) -> ProgramStop | None:
+    """Return the stop of the program that ended a node, or that its failure caused."""
     if state.graph.body_of(node_id) is not None:
         return None  # the node around it decides
-    phase = state.nodes[node_id].phase
-    if phase == "failed":
-        return None if state.isolates(node_id) else ProgramStop("failed", problem)
-    stop_phase = _STOP_PHASES.get(problem.code) if phase == "killed" else None
+    node_state = state.nodes[node_id]
+    problem = node_state.problem
+    assert problem is not None
+    if node_state.phase == "failed":
+        is_isolated = state.isolates(node_id) or _has_read_failure(state, node_state)
+        return None if is_isolated else ProgramStop("failed", problem)
+    stop_phase = _STOP_PHASES.get(problem.code) if node_state.phase == "killed" else None
     return None if stop_phase is None else ProgramStop(stop_phase, problem)
+
+
+def _has_read_failure(state: ProgramState, node_state: NodeState) -> bool:
+    """Whether a node only passed on the failure of a value that it reads."""
+    node = node_state.node
+    slots = state.graph.slots[node.id]
+    if isinstance(node, NodeWithBodies):
+        slots = slots[:1]  # a failure that a body gave to its node is the node's own
+    failures = (state.missing_values.get(name) for slot in slots for name in slot.reads)
+    problem = node_state.problem
+    return problem is not None and any(
+        each is not None
+        and each.phase == "failed"
+        and (each.problem.code, each.problem.message) == (problem.code, problem.message)
+        for each in failures
+    )
 
 
 def _complete_committed_slots(
