@@ -121,6 +121,11 @@ class NodeExecutor(Generic[N]):
         """Repeat the expansions that follow from the committed decisions of a node."""
 
     @classmethod
+    def absent_outputs(cls, state: ProgramState, node: N) -> Mapping[str, MissingValue]:
+        """Return the outputs that have no value because the body that ran gave none."""
+        return {}
+
+    @classmethod
     def is_slot_complete(cls, state: ProgramState, node: N, slot: int) -> bool:
         """Whether a slot whose variables are all committed has nothing left to do."""
         return True

@@ -102,25 +102,46 @@ def publish_outputs(
     node: IfNode | TryNode | ProcedureNode,
     references: Mapping[str, Expression],
 ) -> None:
-    """Publish the outputs of the body that ran; a value that is missing there stays missing."""
-    absent = {
-        name: missing
-        for name, reference in references.items()
-        if (missing := missing_reference(context.state, reference)) is not None
-    }
+    """Publish the outputs of the body that ran; a value that is missing there stays missing.
+
+    After a restart, some may be resolved already.
+    """
+    state = context.state
+    absent = absent_outputs(state, references)
+    names = [name for name in references if not state.is_resolved(name)]
     values = {
-        name: context.work.evaluate(input_expression(reference))
-        for name, reference in references.items()
+        name: context.work.evaluate(input_expression(references[name]))
+        for name in names
         if name not in absent
     }
     ready: list[Ready] = []
-    for name in references:
+    for name in names:
         if (missing := absent.get(name)) is None:
             ready += context.publish(name, values[name], node.id)
         else:
-            phase: Phase = "failed" if missing.phase == "failed" else "skipped"
-            ready += context.mark_missing(name, MissingValue(phase, missing.problem))
+            ready += context.mark_missing(name, missing)
     context.complete_slot(node.id, OUTPUT, ready)
+
+
+def absent_outputs(
+    state: ProgramState, references: Mapping[str, Expression]
+) -> dict[str, MissingValue]:
+    """Return the outputs without a value of a body that ran."""
+    absent: dict[str, MissingValue] = {}
+    for name, reference in references.items():
+        missing = missing_reference(state, reference)
+        if missing is not None:
+            phase: Phase = "failed" if missing.phase == "failed" else "skipped"
+            absent[name] = MissingValue(phase, missing.problem)
+    return absent
+
+
+def absent_if_resolved(
+    state: ProgramState, references: Mapping[str, Expression]
+) -> dict[str, MissingValue]:
+    """Return what `absent_outputs` does; nothing until all that the references read is resolved."""
+    names = {name for reference in references.values() for name in read_by(reference)}
+    return absent_outputs(state, references) if all(map(state.is_resolved, names)) else {}
 
 
 def attach(context: NodeContext, node_id: str, expansion: Expansion) -> None:

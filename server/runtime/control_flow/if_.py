@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...program.expressions.evaluate import input_expression
 from ...program.expressions.values import is_true
 from ...program.graph.instances import read_by
@@ -10,10 +12,10 @@ from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef
 from ...program.status import Problem
 from ..node_context import NodeExecutor
-from ..node_state import Ready
+from ..node_state import MissingValue, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
-from .bodies import end_body, publish_outputs
+from .bodies import absent_if_resolved, end_body, publish_outputs
 
 
 class IfExecutor(NodeExecutor[IfNode]):
@@ -44,6 +46,13 @@ class IfExecutor(NodeExecutor[IfNode]):
         """Enter the branch that was taken."""
         if node.decision_variable in state.values:
             _enter_taken_branch(state, node)
+
+    @classmethod
+    def absent_outputs(cls, state: ProgramState, node: IfNode) -> Mapping[str, MissingValue]:
+        """Return the outputs that have no value in the branch that was taken."""
+        if node.decision_variable not in state.values:
+            return {}
+        return absent_if_resolved(state, _outputs(state, node))
 
 
 def _enter_taken_branch(state: ProgramState, node: IfNode) -> list[Ready]:

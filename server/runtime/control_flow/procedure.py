@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...program.graph.instances import read_by
 from ...program.ir import ProcedureNode
 from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef
 from ..node_context import NodeExecutor
-from ..node_state import Ready
+from ..node_state import MissingValue, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
-from .bodies import publish_outputs
+from .bodies import absent_if_resolved, publish_outputs
 
 
 class ProcedureExecutor(NodeExecutor[ProcedureNode]):
@@ -42,6 +44,13 @@ class ProcedureExecutor(NodeExecutor[ProcedureNode]):
         """Enter the body if it had been entered."""
         if node.decision_variable in state.values:
             _enter_body(state, node)
+
+    @classmethod
+    def absent_outputs(cls, state: ProgramState, node: ProcedureNode) -> Mapping[str, MissingValue]:
+        """Return the results that have no value."""
+        if node.decision_variable not in state.values:
+            return {}
+        return absent_if_resolved(state, node.returns)
 
 
 def _enter_body(state: ProgramState, node: ProcedureNode) -> list[Ready]:

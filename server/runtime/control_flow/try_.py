@@ -6,6 +6,8 @@ handler fails, the node fails.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...program.errors import ConureError
 from ...program.graph.instances import read_by
 from ...program.ir import Expression, TryNode
@@ -14,10 +16,10 @@ from ...program.nodes.bodies import BodyRef
 from ...program.nodes.try_ import handler_part
 from ...program.status import Problem
 from ..node_context import NodeExecutor, prefix_with_node
-from ..node_state import NodeState, Ready
+from ..node_state import MissingValue, NodeState, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
-from .bodies import Expansion, end_body, grow, publish_outputs, template_of
+from .bodies import Expansion, absent_if_resolved, end_body, grow, publish_outputs, template_of
 
 
 class TryExecutor(NodeExecutor[TryNode]):
@@ -96,6 +98,13 @@ class TryExecutor(NodeExecutor[TryNode]):
             _add_attempt(state, node, number)
         if state.values.get(node.handler_variable) is not None:
             state.enter_body(BodyRef(node.id, _current_part(state, node)))
+
+    @classmethod
+    def absent_outputs(cls, state: ProgramState, node: TryNode) -> Mapping[str, MissingValue]:
+        """Return the outputs that have no value in the part that ran last."""
+        if state.nodes[node.id].phase != "done":
+            return {}  # another part may run
+        return absent_if_resolved(state, _outputs(state, node))
 
 
 def _failure_of(node_state: NodeState) -> Problem | None:

@@ -75,6 +75,7 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
         if graph.get_producer(record.variable) is None:
             graph.mark_provided(record.variable)
     ended_early = _replay_events(stored, state, recovered, shift_s)
+    _restore_absent_outputs(state)
     recovered.stop = _find_stop(state, ended_early)
     for node_id, node_state in state.nodes.items():
         _complete_committed_slots(state, node_id, node_state, at=created_at)
@@ -133,6 +134,24 @@ def _replay_events(
             state.end(node_id, _END_PHASES[record.type], problem, at=record.at + shift_s)
             ended_early.append(node_id)
     return ended_early
+
+
+def _restore_absent_outputs(state: ProgramState) -> None:
+    """Mark the outputs of bodies as missing that no body gave. No event reports them."""
+    graph = state.graph
+    pending = [node_id for node_id, node in graph.nodes.items() if isinstance(node, NodeWithBodies)]
+    while pending:
+        node = graph.nodes[pending.pop()]
+        absent = node_executors()[type(node)].absent_outputs(state, node)
+        for name, missing in absent.items():
+            if state.is_resolved(name):
+                continue
+            state.mark_missing(name, missing)
+            # Outputs of these nodes may be missing, too.
+            readers = (*graph.get_consumers(name), *graph.get_potential_readers(name))
+            pending += [slot.node for slot in readers]
+            if (body := graph.body_of(node.id)) is not None:
+                pending.append(body.control)
 
 
 def _find_stop(state: ProgramState, ended_early: list[str]) -> ProgramStop | None:

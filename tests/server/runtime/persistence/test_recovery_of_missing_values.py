@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ...inprocess import Program, client, expr, generate, insert, server_harness, var
+from ..control_flow.control_nodes import if_
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,57 @@ async def test_program_goes_on_after_a_failure_that_a_node_read(
         program = Program(harness, program.id)
         await program.put("z", 1)
         assert (await program.end()).status == "done"
+
+
+ABSENT = expr("absent", 1, "x", when=False)
+
+
+def bodies(kind: str) -> list[Any]:
+    """Return nodes of a kind whose output `y` has no value."""
+    if kind == "if":
+        return [if_(True, [ABSENT], [], y=["x", "d"])]
+    if kind == "nested":
+        inner = {**if_(True, [ABSENT], [], i=["x", "d"]), "id": "inner"}
+        return [if_(True, [inner], [], y=["i", "d"])]
+    if kind == "try":
+        return [{"id": "c", "op": "try", "body": [ABSENT], "merge": {"y": ["x"]}}]
+    failing = expr("failing", {"parse_json": "{"}, on_error="isolate")
+    inner = if_(False, [], [expr("failed", var("failing"), "x")], i=["d", "x"])
+    return [failing, {**inner, "id": "inner"}, if_(True, [], [], y=["i", "d"])]
+
+
+@pytest.mark.parametrize("kind", ["if", "nested", "try", "failure"])
+async def test_output_that_no_body_gave_is_missing_after_a_restart(
+    tmp_path: Path, kind: str
+) -> None:
+    reader = expr("reader", {"first": [var("y"), var("w")]}, "z")
+    nodes = [*bodies(kind), reader, client("ask", "w", after=["c"])]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, inputs={"d": 0}, outputs=["z", "y"])
+        await program.event("client.requested")
+        before = await program.get("y", wait_s=0)
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        assert await program.get("y", wait_s=0) == before
+        await program.put("w", 5)
+        assert await program.value("z") == 5
+        ended = await program.end()
+        assert ended.status == ("failed" if kind == "failure" else "done")
+        assert ended.variables["y"] == before
+
+
+async def test_body_whose_outputs_are_known_goes_on_after_a_restart(tmp_path: Path) -> None:
+    body = [
+        expr("given", 1, "x"),
+        expr("lost", {"parse_json": "{"}, "k", on_error="isolate"),
+        client("ask", "w"),
+    ]
+    nodes = [if_(True, body, [], y=["x", "d"], q=["k", "d"]), expr("reader", var("q"))]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, inputs={"d": 0}, outputs=["y"])
+        await program.event("node.failed", node="reader")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("w", 5)
+        ended = await program.end()
+        assert (ended.status, ended.nodes["c"].status) == ("done", "done")
