@@ -75,7 +75,7 @@ class LoopExecutor(NodeExecutor[LoopNode]):
     @classmethod
     def replay(cls, state: ProgramState, node: LoopNode, history: ExpansionHistory) -> None:
         """Add the first round. The replay of each `round` node adds the next one."""
-        if node.decision_variable in state.values and decision(state, node) != 0:
+        if _num_added(state, node, history) > 0:
             _add_round(state, node, 0)
             state.mark_started(node.id, ENTER)
 
@@ -145,8 +145,8 @@ class RoundExecutor(NodeExecutor[RoundEndNode]):
     @classmethod
     def replay(cls, state: ProgramState, node: RoundEndNode, history: ExpansionHistory) -> None:
         """Add the next round if there was one."""
-        if state.values.get(node.more):
-            loop, index = _loop_of(state, node)
+        loop, index = _loop_of(state, node)
+        if _num_added(state, loop, history) > index + 1:
             _add_round(state, loop, index + 1)
 
 
@@ -185,6 +185,11 @@ def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
         is_last=_is_last(state, node, index),
     )
     return grow(state, [*_instances(state, node, index), end])
+
+
+def _num_added(state: ProgramState, node: LoopNode, history: ExpansionHistory) -> int:
+    """Return the number of rounds that were added. One that was decided on may not have fit."""
+    return history.num_added[node.id] // (template_of(state, node).num_nodes + 1)
 
 
 def _instances(state: ProgramState, node: LoopNode, index: int) -> list[BodyInstance]:

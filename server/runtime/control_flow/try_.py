@@ -94,7 +94,9 @@ class TryExecutor(NodeExecutor[TryNode]):
     @classmethod
     def replay(cls, state: ProgramState, node: TryNode, history: ExpansionHistory) -> None:
         """Add the retries of the body, and enter the handler that was chosen."""
-        for number in range(1, min(history.retries[node.id], node.retries) + 1):
+        size = template_of(state, node).num_nodes
+        num_added = history.num_added[node.id] // size if size else 0
+        for number in range(1, num_added + 1):
             _add_attempt(state, node, number)
         if state.values.get(node.handler_variable) is not None:
             state.enter_body(BodyRef(node.id, _current_part(state, node)))

@@ -64,10 +64,10 @@ class RecoveredState:
 
 @dataclass(slots=True)
 class ExpansionHistory:
-    """How often the nodes with bodies were expanded, as far as no decision variable stores it."""
+    """How many nodes were added to bodies. A decision does not tell it: what it decided on may
+    not have fit into the program.
+    """
 
-    retries: Counter[str] = field(default_factory=Counter)
-    """Retries by node."""
     num_added: Counter[str] = field(default_factory=Counter)
     """Nodes added to the bodies of each node."""
 
@@ -76,13 +76,9 @@ class ExpansionHistory:
         """Collect the history from the events of a program."""
         history = cls()
         for record in events:
-            if record.type not in ("node.restarted", "nodes.appended"):
+            if record.type != "nodes.appended":
                 continue
             event = decode_event(record)
-            if event.node is None:
-                continue
-            if record.type == "nodes.appended":
+            if event.node is not None:
                 history.num_added[event.node] += len(event.nodes)
-            elif event.retry:
-                history.retries[event.node] += 1
         return history

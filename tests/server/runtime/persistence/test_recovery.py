@@ -16,6 +16,7 @@ import pytest
 from conure.engine.core.engine import EngineCore
 from conure.engine.testing.scripted_runner import FakeRunner
 from conure.server.program.errors import ProgramError
+from conure.server.program.graph import extension
 from conure.server.program.graph.objectives import PerformanceObjective
 from conure.server.program.ir import GenerateNode, GraphNode
 from conure.server.program.status import Problem
@@ -479,6 +480,30 @@ async def test_map_entered_after_restart_has_items_once(
         assert (await program.end()).status == "done"
         reported = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
         assert [node for nodes in reported for node in nodes] == [f"s.{i}" for i in range(300)]
+
+
+@pytest.mark.parametrize("kind", ["first round", "next round", "attempt"])
+async def test_expansion_that_did_not_fit_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    body = [expr("e", 1), expr("f", {"parse_json": "{"} if kind == "attempt" else 1)]
+    node = {"id": "n", "op": "loop", "count": 3, "body": body}
+    if kind == "attempt":
+        node = {"id": "n", "op": "try", "retries": 3, "body": body}
+    size = {"first round": 4, "next round": 7, "attempt": 7}[kind]
+    monkeypatch.setattr(extension, "MAX_EXPANDED_NODES", size)
+    async with server_harness(tmp_path) as harness:
+        nodes = [{**node, "on_error": "isolate"}, client("ask", "x")]
+        program = await harness.submit(nodes, outputs=["x"])
+        failed = await program.event("node.failed", node="n")
+        assert failed.data["code"] == "program.too_large"
+        before = (await program.status()).nodes.keys()
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("x", 1)
+        ended = await program.end()
+        assert ended.status == "done"
+        assert ended.nodes.keys() == before
 
 
 def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> LLMCall:
