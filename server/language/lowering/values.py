@@ -98,7 +98,7 @@ def element(value: Value, key: Expression) -> Value:
 
 def repeats_base(key: Expression) -> bool:
     """Whether `element` repeats the expression of the list or dict for this key."""
-    return key == "context"
+    return isinstance(key, str) and key == "context"
 
 
 def as_text(value: Value) -> Expression:

@@ -21,7 +21,9 @@ def llm(client: Client) -> ChatConure:
 
 def kinds(llm: ChatConure, other: Any) -> Runnable[Any, Any]:
     say = ask("Say {x}") | llm | TEXT
-    return say.configurable_alternatives(ConfigurableField(id="kind"), default_key="a", b=other)
+    kind = ConfigurableField(id="kind")
+    chosen: Runnable[Any, Any] = say.configurable_alternatives(kind, default_key="a", b=other)
+    return chosen
 
 
 def kind(name: str) -> RunnableConfig:

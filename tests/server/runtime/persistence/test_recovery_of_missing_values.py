@@ -28,7 +28,7 @@ async def test_program_goes_on_after_a_failure_that_a_node_read(
 ) -> None:
     source = [] if is_input else [client("source", "lost", on_error="isolate")]
     async with server_harness(tmp_path) as harness:
-        variables = {"lost": {}} if is_input else {}
+        variables: dict[str, Any] = {"lost": {}} if is_input else {}
         nodes = [*source, reader, client("ask", "z")]
         program = await harness.submit(nodes, outputs=["z"], variables=variables)
         await program.event("client.requested", node="ask")
