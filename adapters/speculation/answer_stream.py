@@ -24,8 +24,6 @@ TEXT_EVENTS: Final[frozenset[EventType]] = frozenset({"node.delta"})
 
 LEASE_LOST: Final = "program.lease_lost"
 """Code of a program that ended because its client could not reach the server for some time."""
-_STOP_CODES: Final = "program."
-"""Beginning of the codes with which the server stops a program, and kills its nodes."""
 
 
 class AnswerTextStream:
@@ -115,14 +113,9 @@ def call_failure(event: Event) -> ConureError:
     )
 
 
-def is_stop(code: str) -> bool:
-    """Return whether a program, or a node in it, ended because the program was stopped."""
-    return code.startswith(_STOP_CODES)
-
-
 def program_failure(event: Event) -> RunError:
     """Return the error of a call whose program finished without its answer."""
     program, status = event.data.get("program", ""), event.data["status"]
-    if is_stop(code := event.data.get("code", "")):
-        return RunError(code, f"program {program}: {event.data['message']}")
+    if event.data.get("code") == LEASE_LOST:
+        return RunError(LEASE_LOST, f"program {program}: {event.data['message']}")
     return RunError(f"run.{status}", f"program {program} ended ({status}) without this answer")

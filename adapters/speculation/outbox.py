@@ -37,7 +37,7 @@ from conure.server.program.ir import MAX_NODES, Json
 from conure.server.program.status import Event
 
 from ..client import ServerUnreachableError
-from .answer_stream import LEASE_LOST, is_stop
+from .answer_stream import LEASE_LOST
 from .planned_call import seeded_node
 from .registry import CallRecord, PlannedCallRegistry, plan_failure
 
@@ -295,15 +295,15 @@ class SpeculativeOutbox:
         """
         with self._registry.lock:
             program.has_finished = has_finished
-            code = getattr(failure, "code", "")
-            if code == LEASE_LOST and self._registry.failure is None:
+            calls = [r for r in self._registry.records.values() if r.program == program.id]
+            if getattr(failure, "code", "") == LEASE_LOST and self._registry.failure is None:
                 program.is_open = False
-                records = self._registry.records.values()
-                self._registry.send_again([r for r in records if r.program == program.id])
+                self._registry.send_again(calls)
                 return
             # A later call may succeed in another program, unless this one was stopped on purpose.
-            is_stopped = program.is_open or (is_stop(code) and not program.is_cancelled)
-            is_last = has_finished and is_stopped and program is self.programs[-1]
+            was_stopped = any(each.stop for each in calls) and not program.is_cancelled
+            is_latest = has_finished and program is self.programs[-1]
+            is_last = is_latest and (program.is_open or was_stopped)
             program.is_full = program.is_full or not has_finished
             self._registry.end_program(program.id, _conure_error(failure), is_last=is_last)
 

@@ -27,13 +27,15 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, ProgramStatus
 
 from ..client.connection import FAILURE_EVENTS
-from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure, is_stop
+from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure
 from .planned_call import SEED_BITS, PlannedCall, holds, request_key
 from .siblings import SiblingGroups
 
 CallListener: TypeAlias = Callable[["Event | Exception"], None]
 """Receives the events of one call; an exception means that no event follows."""
 
+_STOP_CODES = "program."
+"""Beginning of the codes with which a server that stops a program kills its nodes."""
 _PLAN_FAULTS = ("expr.", "program.", "variable.")
 """Prefixes of codes that a node can fail with because of its plan."""
 
@@ -62,6 +64,8 @@ class CallRecord:
     """The server answered or failed the call."""
     was_started: bool = False
     """An engine was running the call when the program of the call was cancelled."""
+    stop: ConureError | None = None
+    """The server stopped its program: the failure of the call, unless it is sent again."""
     failure: Exception | None = None
     """Why it has no answer."""
     history: list[Event] = field(default_factory=list)
@@ -246,9 +250,9 @@ class PlannedCallRegistry:
             if record is None or record.has_ended:
                 return  # a text may arrive after the answer, over another stream
             record.has_ended = event.type in RESULT_EVENTS
-            if event.type == "node.killed" and is_stop(event.data.get("code", "")):
-                return  # whether the call is sent again is decided at the end of the program
-            if event.type in FAILURE_EVENTS:
+            if event.type == "node.killed" and event.data.get("code", "").startswith(_STOP_CODES):
+                record.stop = call_failure(event)  # the end of the program follows
+            elif event.type in FAILURE_EVENTS:
                 self._end_failed(record, event)
             elif record.is_open and event.type in TEXT_EVENTS:
                 record.history.append(event)
@@ -299,6 +303,7 @@ class PlannedCallRegistry:
             again = [record for record in records if record.is_open]
             for record in again:
                 record.is_sent, record.has_ended, record.program = False, False, ""
+                record.stop = None
             self.unsent.extendleft(reversed(again))
 
     def close(self, failure: Exception | None = None) -> None:
@@ -347,8 +352,8 @@ class PlannedCallRegistry:
             self._by_key[key] = deque(r for r in calls if r.variable not in names)
         self.unsent = deque(r for r in self.unsent if r.variable not in names)
         for record in failed:
-            record.failure = failure
-            self._notify(record, failure)
+            record.failure = record.stop or failure
+            self._notify(record, record.failure)
 
     def _notify(self, record: CallRecord, event: Event | Exception) -> None:
         for listener in list(record.listeners):
