@@ -56,7 +56,8 @@ UNKNOWN_PROGRAM = "program.not_found"
 QUOTA_CODES = "quota."
 """Beginning of the codes of an append that exceeds what one program may hold."""
 
-OutboxAction: TypeAlias = Literal["submit", "append", "close", "cancel"]
+OutboxAction: TypeAlias = Literal["submit", "append", "kill", "close", "cancel"]
+"""All but the first and the last are appends to the program."""
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +156,7 @@ class SpeculativeOutbox:
     def has_work(self) -> bool:
         """Whether `next` may return a request, now or after a request under way."""
         with self._registry.lock:
-            has_calls = bool(self._registry.unsent or self._split)
+            has_calls = bool(self._registry.unsent or self._split or self._registry.given_up)
             return has_calls or any(map(self._may_send_to, self.programs))
 
     def _may_send_to(self, program: OpenProgram) -> bool:
@@ -206,7 +207,7 @@ class SpeculativeOutbox:
                 program.is_rejected, program.is_open = True, False
                 self.programs.remove(program)
             if request.action not in ("submit", "append"):
-                return  # the lease of the program ends it
+                return  # the end of the program, or its lease, ends what was meant
             # Calls of a program that ended before this reply may be in another program already.
             records = [record for record in request.records if record.program == program.id]
             for record in records:
@@ -329,7 +330,11 @@ class SpeculativeOutbox:
 
     def _next(self) -> OutboxRequest | None:
         return (
-            self._next_cancel() or self._next_values() or self._next_calls() or self._next_close()
+            self._next_cancel()
+            or self._next_kill()
+            or self._next_values()
+            or self._next_calls()
+            or self._next_close()
         )
 
     def _next_cancel(self) -> OutboxRequest | None:
@@ -341,6 +346,22 @@ class SpeculativeOutbox:
                 continue
             program.is_open, program.is_cancelled = False, True
             return OutboxRequest("cancel", {}, program)
+        return None
+
+    def _next_kill(self) -> OutboxRequest | None:
+        """Return the end of a call that the application has given up, in an open program."""
+        programs = {program.id: program for program in self.programs}
+        given_up = self._registry.given_up
+        for record in list(given_up):
+            program = programs.get(record.program)
+            if not record.is_open or (program is not None and not program.is_open):
+                given_up.remove(record)
+            elif program and program.run is not None and record.variable not in program.announced:
+                given_up.remove(record)
+                name, target = f"{record.node_id}_kill", record.variable
+                node = {"id": name, "op": "kill", "targets": [target], "when": True}
+                program.num_nodes += 1
+                return OutboxRequest("kill", {"nodes": [node]}, program)
         return None
 
     def _next_close(self) -> OutboxRequest | None:

@@ -100,6 +100,8 @@ class PlannedCallRegistry:
         self.records: dict[str, CallRecord] = {}
         """By variable."""
         self.unsent: deque[CallRecord] = deque()
+        self.given_up: list[CallRecord] = []
+        """Open calls whose answers the application does not wait for any more."""
         self.rejections: list[str] = []
         """Messages of the server about rejected requests that had planned calls or their values."""
         self.failure: Exception | None = None
@@ -233,13 +235,15 @@ class PlannedCallRegistry:
     def unlisten(self, record: CallRecord, listener: CallListener) -> None:
         """Stop passing events to a listener: the application does not wait for the answer."""
         with self.lock, contextlib.suppress(ValueError):
-            record.is_awaited = False
+            self.release([record])
             record.listeners.remove(listener)
 
     def release(self, records: Iterable[CallRecord]) -> None:
         """Record that the application does not wait for the answers of calls that it has made."""
         with self.lock:
             for record in records:
+                if record.is_awaited and record.is_open:
+                    self.given_up.append(record)
                 record.is_awaited = False
 
     def on_event(self, event: Event) -> None:

@@ -30,7 +30,7 @@ from ..client.owned_generator import OwnedGenerator
 from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_failure
 from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
 from .planned_call import PlannedCall
-from .registry import CallRecord, PlanFailedError, PlannedCallRegistry
+from .registry import CallListener, CallRecord, PlanFailedError, PlannedCallRegistry
 from .request_tasks import RequestTasks
 from .siblings import SiblingWait
 
@@ -259,7 +259,7 @@ class SpeculativeRun:
                     raise event
                 yield event
         finally:
-            self.calls.unlisten(record, inbox.put)
+            self._unlisten(record, inbox.put)
 
     async def _aevents(self, record: CallRecord, limit: _TimeLimit) -> AsyncGenerator[Event, None]:
         """`_events`, for coroutines of any loop."""
@@ -287,7 +287,13 @@ class SpeculativeRun:
                     raise event
                 yield event
         finally:
-            self.calls.unlisten(record, put)
+            self._unlisten(record, put)
+
+    def _unlisten(self, record: CallRecord, listener: CallListener) -> None:
+        self.calls.unlisten(record, listener)
+        if record.is_open:
+            # The I/O thread ends the call. The garbage collector may run this method.
+            self._client.io_thread.wake(self.flush)
 
     # --- end ------------------------------------------------------------------------------
 
@@ -381,7 +387,10 @@ class SpeculativeRun:
             async with OwnedGenerator(events) as owned:
                 async for event in owned:
                     self._read(program, event)
-            self._reading_ended(program)
+            # A program that ended elsewhere may leave a stream without its last events.
+            if not program.has_finished:
+                message = f"the events of program {program.id} ended early"
+                self._read_failed(program, RunError("run.ended", message))
         except asyncio.CancelledError:
             self._read_failed(program, RunError("run.ended", "the client was closed"))
             raise
@@ -410,12 +419,6 @@ class SpeculativeRun:
         if not isinstance(failure, ConureError) and self.calls.failure is None:
             logger.exception("events of %s could not be read", program.id)
         self.outbox.program_ended(program, failure, has_finished=False)
-
-    def _reading_ended(self, program: OpenProgram) -> None:
-        # A program that ended elsewhere may leave a stream without its last events.
-        if not program.has_finished:
-            failure = RunError("run.ended", f"the events of program {program.id} ended early")
-            self.outbox.program_ended(program, failure, has_finished=False)
 
     def _read(self, program: OpenProgram, event: Event) -> None:
         if event.type == "program.finished":

@@ -308,6 +308,7 @@ class ChainRun:
             yield records
         finally:
             self._registry.release(records)
+            self._run.flush()
 
     def _claim(self, node: dict[str, Json]) -> CallRecord:
         """Return the planned call for a call of the chain; else send the chain's call."""

@@ -120,8 +120,7 @@ class PlannedRun:
 
         def release() -> None:
             self._registry.release([record])
-            if self._is_over:
-                self._run.flush()
+            self._run.flush()
 
         # The I/O thread runs `release`: the garbage collector may run in a thread that holds a lock
         # of the run.

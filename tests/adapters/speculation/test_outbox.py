@@ -473,6 +473,29 @@ def test_an_output_in_a_prompt_gets_a_seed() -> None:
     assert 0 <= output["seed"] < 2**SEED_BITS
 
 
+def test_a_call_that_is_given_up_is_killed_once_the_server_has_it(sent: Sent) -> None:
+    record = sent.registry.add_unplanned(call("a", set(), SEGMENT))
+    submission = sent.outbox.next()
+    assert submission is not None
+    for _ in range(2):
+        sent.registry.release([record])
+    assert sent.outbox.next() is None
+    sent.outbox.accepted(submission, SimpleNamespace(id=submission.program.id))
+    sent.accept_all()
+    (kill,) = sent.requests
+    assert kill.body == {
+        "nodes": [{"id": "a_call_kill", "op": "kill", "targets": ["a"], "when": True}]
+    }
+
+
+def test_a_call_that_has_ended_is_not_killed(sent: Sent) -> None:
+    record = sent.registry.add_unplanned(call("a", set(), SEGMENT))
+    sent.accept_all()
+    sent.registry.on_event(committed("a", "A"))
+    sent.registry.release([record])
+    assert sent.outbox.next() is None
+
+
 def test_a_program_is_cancelled_once_no_answer_is_awaited(sent: Sent) -> None:
     sent.registry.plan([call("a", set(), SEGMENT)])
     sent.registry.add_unplanned(call("b", set(), SEGMENT))

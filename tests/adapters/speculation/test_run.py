@@ -37,6 +37,9 @@ class ClientDouble:
             raise RuntimeError("the client is closed")
         self.tasks.append(lambda: function(*args))
 
+    def wake(self, function: Callable[[], object]) -> None:
+        function()
+
     async def submit(self, body: dict[str, Any], **_: Any) -> Any:
         self.bodies.append(body)
         return SimpleNamespace(id=body["id"], events=_no_events)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage
+from langchain_core.runnables import RunnableLambda
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
@@ -32,6 +34,26 @@ def test_cancelled_program_ends_the_chain(tmp_path: Path, submitted: list[str]) 
             list(chunks)
         assert raised.value.code == "program.cancelled"
         assert submitted == [program]
+
+
+def test_a_call_that_timed_out_ends_before_the_chain(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_output_token=0.01)
+    with Client(app=create_app(config)) as client:
+        quick = ChatConure(client=client, temperature=0, max_tokens=2, ignore_eos=True)
+        slow = quick.model_copy(update={"max_tokens": 500, "timeout": 0.1})
+        phases: set[str] = set()
+
+        def wait_for_end(answer: AIMessage) -> AIMessage:
+            program = client.attach(answer.response_metadata["program"])
+            while "running" in (now := {node.status for node in program.status().nodes.values()}):
+                time.sleep(0.01)
+            phases.update(now)
+            return answer
+
+        call = (ask("{x}") | slow).with_fallbacks([ask("{x}") | quick])
+        fast = accelerate(call | RunnableLambda(wait_for_end) | ask("{y}") | quick)
+        fast.invoke("tea")
+        assert "killed" in phases
 
 
 async def test_the_end_of_a_run_does_not_wait_for_a_busy_server(
