@@ -19,6 +19,7 @@ from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import coerce_to_runnable
+from langchain_core.runnables.graph import Graph
 from pydantic import PrivateAttr
 
 from ...client.owned_generator import OwnedGenerator
@@ -88,7 +89,7 @@ class Accelerated(PassthroughRunnable):
     _runs: deque[RunStats] = PrivateAttr()
 
     def __init__(self, chain: Runnable[Any, Any], model: ChatConure | None) -> None:
-        super().__init__(bound=chain)
+        super().__init__(bound=chain, name=getattr(chain, "name", None))
         self._model = model
         identity = None if model is None else identity_of(model)
         self._instrumenter = ChainInstrumenter(chain, identity)
@@ -106,6 +107,10 @@ class Accelerated(PassthroughRunnable):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Accelerated:
         return Accelerated(deepcopy(self.bound, memo), self._model)
+
+    def get_graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """Return the drawing of the chain, with the arguments that its class accepts."""
+        return self.bound.get_graph(*args, **kwargs)
 
     def explain(self) -> Explanation:
         """Return the plan, the reasons of its gaps, and the statistics of the latest runs."""

@@ -300,6 +300,17 @@ async def test_accelerated_graph_has_the_surface_of_the_graph(llm: ChatConure) -
         fast.no_such_method  # noqa: B018
 
 
+def test_accelerated_graph_has_the_name_and_the_drawing_of_the_graph(llm: ChatConure) -> None:
+    inner = StateGraph(MessagesState).add_node("act", lambda state: state)
+    part: Any = inner.add_edge(START, "act").compile(name="helper")
+    outer = StateGraph(MessagesState).add_node("part", part)
+    graph: Any = outer.add_edge(START, "part").compile()
+    assert accelerate(part).name == "helper"
+    assert accelerate(llm).name is None
+    drawn = accelerate(graph).get_graph(xray=True)
+    assert drawn.draw_mermaid() == graph.get_graph(xray=True).draw_mermaid()
+
+
 @pytest.mark.parametrize("mode", ["values", "updates", "messages", "debug", ["values", "updates"]])
 def test_accelerated_graph_streams_every_mode(llm: ChatConure, mode: Any) -> None:
     given = {"messages": [HumanMessage("Rain?")]}

@@ -20,10 +20,11 @@ def llm(client: Client) -> ChatConure:
 
 
 def kinds(llm: ChatConure, other: Any) -> Runnable[Any, Any]:
-    say = ask("Say {x}") | llm | TEXT
-    kind = ConfigurableField(id="kind")
-    chosen: Runnable[Any, Any] = say.configurable_alternatives(kind, default_key="a", b=other)
-    return chosen
+    say: Any = ask("Say {x}") | llm | TEXT
+    found: Runnable[Any, Any] = say.configurable_alternatives(
+        ConfigurableField(id="kind"), default_key="a", b=other
+    )
+    return found
 
 
 def kind(name: str) -> RunnableConfig:
