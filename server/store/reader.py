@@ -1,7 +1,7 @@
 """Queries of the journal, on read-only connections in a few threads.
 
 Every query except `unfinished` and `list_pins` selects by tenant: it returns no data of other
-tenants. Parameters are always bound, never formatted into a query.
+tenants. Values are always bound, never formatted into a query.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class JournalReader:
 
     def __init__(self, folder: Path, *, num_threads: int) -> None:
         self.damage: str | None = None
-        """The last damage that a query found; None if all records were readable."""
+        """The last damage that a query found; None if none has found any."""
         self._connections = [open_reader(folder) for _ in range(num_threads)]
         self._idle = list(self._connections)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="journal-read")
@@ -75,14 +75,11 @@ class JournalReader:
             connection.close()
 
     def _run(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        # There are as many connections as threads, and list.pop and append are atomic.
+        # Never empty: there are as many connections as threads. list.pop and append are atomic.
         connection = self._idle.pop()
         try:
             connection.execute("BEGIN")
-            try:
-                return query(connection)
-            finally:
-                connection.execute("COMMIT")
+            return query(connection)
         except sqlite3.OperationalError as error:
             raise UnavailableError(
                 "store.unavailable",
@@ -96,6 +93,7 @@ class JournalReader:
             self.damage = error.message
             raise
         finally:
+            connection.rollback()  # without effect if an error has ended the transaction
             self._idle.append(connection)
 
 
@@ -215,18 +213,18 @@ def list_programs(
     """
     columns = "p.number, p.id, p.name, p.created_at, e.status, e.finished_at, "
     columns += "json_extract(CAST(e.receipt AS TEXT), '$.calls')"
-    if status is None:
-        source = "program p LEFT JOIN ending e ON e.program = p.number WHERE TRUE"
-    elif status == "running":
-        source = "unfinished u JOIN program p ON p.number = u.program "
-        source += "LEFT JOIN ending e ON e.program = p.number WHERE TRUE"
-    else:
-        source = "ending e JOIN program p ON p.number = e.program WHERE e.status = :status"
-    order = "e.program" if status not in (None, "running") else "p.number"
+    source, number = "program p LEFT JOIN ending e ON e.program = p.number", "p.number"
+    if status == "running":
+        source = "unfinished u CROSS JOIN program p ON p.number = u.program "
+        source += "LEFT JOIN ending e ON e.program = p.number"
+        number = "u.program"
+    elif status is not None:
+        source = "ending e JOIN program p ON p.number = e.program AND e.status = :status"
+        number = "e.program"
     rows = connection.execute(
-        f"SELECT {columns} FROM {source} AND p.tenant = :tenant AND {order} < :before "
+        f"SELECT {columns} FROM {source} WHERE p.tenant = :tenant AND {number} < :before "
         "AND (:search = '' OR instr(casefold(p.name), :search) OR instr(p.id, :search)) "
-        f"ORDER BY {order} DESC LIMIT :limit",
+        f"ORDER BY {number} DESC LIMIT :limit",
         {
             "status": status,
             "tenant": tenant,
@@ -261,7 +259,7 @@ def events(
 
     The data of the returned events has at most `max_bytes`, unless the first event is larger.
     """
-    rows = _event_rows(connection, tenant, program, after, limit, f"<> '{TRACE}'")
+    rows = _event_rows(connection, tenant, program, after, limit, is_trace=False)
     found: list[EventRecord] = []
     num_bytes = 0
     for row in rows:
@@ -277,17 +275,23 @@ def traces(
     connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
 ) -> list[EventRecord]:
     """Return the first `limit` records of a program's trace after sequence number `after`."""
-    rows = _event_rows(connection, tenant, program, after, limit, f"= '{TRACE}'")
+    rows = _event_rows(connection, tenant, program, after, limit, is_trace=True)
     return [_event(program, row) for row in rows]
 
 
 def _event_rows(
-    connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int, types: str
+    connection: sqlite3.Connection,
+    tenant: str,
+    program: str,
+    after: int,
+    limit: int,
+    *,
+    is_trace: bool,
 ) -> sqlite3.Cursor:
     return connection.execute(
-        f"SELECT {_EVENT} FROM event e WHERE e.type {types} AND e.seq > ? AND e.program = "
+        f"SELECT {_EVENT} FROM event e WHERE (e.type = ?) = ? AND e.seq > ? AND e.program = "
         "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
-        (after, tenant, program, limit),
+        (TRACE, is_trace, after, tenant, program, limit),
     )
 
 
@@ -306,25 +310,29 @@ def usage(
 
 
 def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
-    """Return every program that has not ended, of all tenants, oldest first."""
+    """Return every program that has not ended, of all tenants, oldest first.
+
+    Raises:
+        DamagedRecordError: if one record of them does not match its checksum.
+    """
+    # CROSS JOIN makes SQLite search the rows of each unfinished program; it would scan all rows.
     appends: dict[int, list[bytes]] = defaultdict(list)
     values: dict[int, list[ValueRecord]] = defaultdict(list)
     program_events: dict[int, list[EventRecord]] = defaultdict(list)
     programs = connection.execute(
-        f"SELECT p.number, {_PROGRAM} FROM unfinished u JOIN program p ON p.number = u.program "
-        "ORDER BY p.number"
+        f"SELECT p.number, {_PROGRAM} FROM unfinished u CROSS JOIN program p "
+        "ON p.number = u.program ORDER BY u.program"
     ).fetchall()
     ids = {number: program for number, program, *_ in programs}
     for number, *row in connection.execute(
-        "SELECT a.program, a.body, a.crc FROM unfinished u JOIN appended a "
-        "ON a.program = u.program ORDER BY a.position"
+        "SELECT a.program, a.body, a.crc FROM unfinished u CROSS JOIN appended a "
+        "ON a.program = u.program ORDER BY u.program, a.position"
     ):
         appends[number].append(_append(ids[number], *row))
     for number, *row in connection.execute(
-        f"SELECT v.program, {_VALUE} FROM unfinished u JOIN value v ON v.program = u.program"
+        f"SELECT v.program, {_VALUE} FROM unfinished u CROSS JOIN value v ON v.program = u.program"
     ):
         values[number].append(_value(ids[number], row))
-    # CROSS JOIN fixes the loop order: by program, then by seq.
     for number, *row in connection.execute(
         f"SELECT e.program, {_EVENT} FROM unfinished u CROSS JOIN event e "
         "ON e.program = u.program WHERE e.type <> ? "
@@ -336,7 +344,9 @@ def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
         number: WatchRecord(
             program=ids[number], num_deaths=deaths, num_values=num_values, problem=problem
         )
-        for number, deaths, num_values, problem in connection.execute("SELECT * FROM watched")
+        for number, deaths, num_values, problem in connection.execute(
+            "SELECT program, num_deaths, num_values, problem FROM watched"
+        )
         if number in ids
     }
     return [
