@@ -1,7 +1,10 @@
-"""Checksums of journal records: CRC-32 over all fields of a row.
+"""Checksums of the programs, appends, values, events and ends in the journal: CRC-32 over all
+fields of a row.
 
-A row refers to its program by a local number, so the checksum covers the program's id instead: a
-row whose reference was damaged does not match either.
+A row stores its program as a number. The checksum covers the program's id in its place, so it also
+detects a damaged number. Stored checksums determine how the functions join the fields.
+
+Out of scope: procedures, pins, usage and watched programs, which have no checksums.
 """
 
 from __future__ import annotations
