@@ -1,4 +1,4 @@
-"""The records of a program's state: one per node, ready slot and missing value."""
+"""The records of a program's state: one per node, ready slot, expansion and missing value."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ class Ready(NamedTuple):
 
     node: str
     slot: int
+
+
+class Expansion(NamedTuple):
+    """Instances of bodies that were added to the graph."""
+
+    nodes: tuple[str, ...]
+    ready: list[Ready]
 
 
 class MissingValue(NamedTuple):

@@ -30,7 +30,7 @@ from ..program.ir import (
 )
 from ..program.nodes.bodies import BodyRef, count_calls
 from ..program.status import Phase, Problem
-from .node_state import WAIT_UNMET, FlowCut, MissingValue, NodeState, Ready
+from .node_state import WAIT_UNMET, Expansion, FlowCut, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
 from .timed_jobs import JobInstance, TimedJobs, enclosing_jobs
 
@@ -126,10 +126,8 @@ class ProgramState:
         """Start the program. State that is restored before reports no slots."""
         return self.readiness.start()
 
-    def grow(self, instances: Sequence[BodyInstance]) -> tuple[tuple[str, ...], list[Ready]]:
+    def grow(self, instances: Sequence[BodyInstance]) -> Expansion:
         """Add instances of bodies, and enter the bodies they belong to.
-
-        Returns: the ids of the new nodes, and the ready slots.
 
         Raises:
             ProgramError: `program.too_large` if the graph would be too large.
@@ -143,7 +141,7 @@ class ProgramState:
         self._add_nodes(added)
         if self.readiness.demanded_nodes is not None:
             self.readiness.demanded_nodes.update(added)
-        return added, self.readiness.report(added)
+        return Expansion(added, self.readiness.report(added))
 
     def enter_body(self, body: BodyRef) -> list[Ready]:
         """Enter a body that is in the graph already."""

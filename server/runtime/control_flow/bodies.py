@@ -1,41 +1,24 @@
 """Operations that the executors of nodes with bodies share: templates, instances, outputs.
 
-The functions that expand a body depend only on committed decisions, so recovery repeats them
-(`NodeExecutor.replay`). The same decisions give the same graph.
+An expansion depends only on committed decisions: recovery repeats it (`NodeExecutor.replay`) and
+gets the same graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ...program.errors import RunError
 from ...program.expressions.evaluate import input_expression
 from ...program.expressions.values import kind_of
-from ...program.graph.instances import BodyInstance, BodyTemplate, item_expression, read_by
+from ...program.graph.instances import BodyTemplate, item_expression, read_by
 from ...program.ir import Expression, IfNode, Json, LoopNode, MapNode, ProcedureNode, TryNode
 from ...program.nodes.base import OUTPUT
 from ...program.nodes.bodies import BodyRef
 from ...program.status import Phase, Problem
 from ..node_context import NodeContext
-from ..node_state import MissingValue, Ready
+from ..node_state import Expansion, MissingValue, Ready
 from ..program_state import ProgramState
-
-
-class Expansion(NamedTuple):
-    """Instances that were added to the graph."""
-
-    nodes: tuple[str, ...]
-    ready: list[Ready]
-
-
-def grow(state: ProgramState, instances: list[BodyInstance]) -> Expansion:
-    """Add instances to the graph.
-
-    Raises:
-        ProgramError: `program.too_large`.
-    """
-    return Expansion(*state.grow(instances))
 
 
 def template_of(state: ProgramState, node: MapNode | LoopNode | TryNode) -> BodyTemplate:
@@ -56,11 +39,9 @@ def bound_names(node: MapNode | LoopNode, index: int) -> dict[str, Expression]:
     return bound
 
 
-def decision(state: ProgramState, node: MapNode | LoopNode) -> int | None:
-    """Return the number of items or rounds that a node decided on; None: `until` ends it."""
-    variable = node.decision_variable
-    assert variable is not None
-    value: Json = state.values[variable]
+def num_instances(state: ProgramState, node: MapNode | LoopNode) -> int | None:
+    """Return how many items or rounds a node has; None if only `until` ends it."""
+    value: Json = state.values[node.decision_variable]
     return len(value) if isinstance(value, list) else value
 
 
@@ -79,11 +60,9 @@ def evaluate_items(context: NodeContext, expression: Expression, node_id: str) -
 
 def publish_decision(context: NodeContext, node: MapNode | LoopNode, value: Json) -> list[Ready]:
     """Publish the items, the number of items or the number of rounds of a node."""
-    variable = node.decision_variable
-    assert variable is not None
-    if isinstance(value, list) and not variable.endswith(".items"):
+    if isinstance(value, list) and not node.has_item_expression:
         value = len(value)
-    return context.publish(variable, value, node.id)
+    return context.publish(node.decision_variable, value, node.id)
 
 
 def missing_reference(state: ProgramState, reference: Expression) -> MissingValue | None:
@@ -109,6 +88,7 @@ def publish_outputs(
     state = context.state
     absent = absent_outputs(state, references)
     names = [name for name in references if not state.is_resolved(name)]
+    # If an evaluation fails, or is suspended and repeated, no output may have been published.
     values = {
         name: context.work.evaluate(input_expression(references[name]))
         for name in names
@@ -144,7 +124,7 @@ def absent_if_resolved(
     return absent_outputs(state, references) if all(map(state.is_resolved, names)) else {}
 
 
-def attach(context: NodeContext, node_id: str, expansion: Expansion) -> None:
+def start_instances(context: NodeContext, node_id: str, expansion: Expansion) -> None:
     """Announce added instances and let them start."""
     context.attach(node_id, expansion.nodes)
     context.advance(expansion.ready)

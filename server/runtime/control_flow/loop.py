@@ -16,17 +16,15 @@ from ...program.graph.instances import BodyInstance, end_of_round
 from ...program.ir import Expression, Json, LoopNode, RoundEndNode
 from ...program.nodes.base import ENTER, OUTPUT
 from ..node_context import NodeContext, NodeExecutor
-from ..node_state import Ready
+from ..node_state import Expansion, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
 from .bodies import (
-    Expansion,
-    attach,
     bound_names,
-    decision,
     evaluate_items,
-    grow,
+    num_instances,
     publish_decision,
+    start_instances,
     template_of,
 )
 
@@ -60,7 +58,7 @@ class LoopExecutor(NodeExecutor[LoopNode]):
         for name, value in initial.items():
             ready += self.context.publish(f"{name}.0", value, node.id)
         self.context.advance(ready)
-        if decision(self.state, node) == 0:
+        if num_instances(self.state, node) == 0:
             self.context.complete_slot(node.id, ENTER, [])
         else:
             start_round(self.context, node, 0)
@@ -162,7 +160,7 @@ def start_round(context: NodeContext, node: LoopNode, index: int) -> None:
         return
     is_last = _is_last(state, node, index) or index + 1 >= node.max_iter
     context.announce(node.id, [] if is_last else _instances(state, node, index + 1))
-    attach(context, node.id, expansion)
+    start_instances(context, node.id, expansion)
 
 
 def _loop_of(state: ProgramState, node: RoundEndNode) -> tuple[LoopNode, int]:
@@ -184,7 +182,7 @@ def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
         [renaming.name(node_id) for node_id in template.node_ids],
         is_last=_is_last(state, node, index),
     )
-    return grow(state, [*_instances(state, node, index), end])
+    return state.grow([*_instances(state, node, index), end])
 
 
 def _num_added(state: ProgramState, node: LoopNode, history: ExpansionHistory) -> int:
@@ -203,5 +201,5 @@ def _names(node: LoopNode, index: int) -> dict[str, Expression]:
 
 
 def _is_last(state: ProgramState, node: LoopNode, index: int) -> bool:
-    num_rounds = decision(state, node)
+    num_rounds = num_instances(state, node)
     return num_rounds is not None and index + 1 >= num_rounds

@@ -21,19 +21,17 @@ from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef, count_calls
 from ...program.status import Problem
 from ..node_context import NodeContext, NodeExecutor, prefix_with_node
-from ..node_state import Ready
+from ..node_state import Expansion, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
 from .bodies import (
-    Expansion,
-    attach,
     bound_names,
-    decision,
     end_body,
     evaluate_items,
-    grow,
     missing_reference,
+    num_instances,
     publish_decision,
+    start_instances,
     template_of,
 )
 
@@ -164,7 +162,7 @@ class MapExecutor(NodeExecutor[MapNode]):
                 self.context.fail(node.id, error)
                 return
             self.context.services.turns.spend(len(expansion.nodes) * STEPS_PER_INSTANCE)
-            attach(self.context, node.id, expansion)
+            start_instances(self.context, node.id, expansion)
         if stop == pending.width:
             self._pending.pop(node.id, None)
             self.context.complete_slot(node.id, ENTER, [])
@@ -261,7 +259,7 @@ class MapExecutor(NodeExecutor[MapNode]):
 
 
 def _width(state: ProgramState, node: MapNode) -> int:
-    width = decision(state, node)
+    width = num_instances(state, node)
     assert width is not None
     return width
 
@@ -284,7 +282,7 @@ def _add_items(state: ProgramState, node: MapNode, start: int, stop: int) -> Exp
         for index in range(start, stop)
         for instance in template.instantiate(str(index), f".{index}", bound_names(node, index))
     ]
-    expansion = grow(state, instances)
+    expansion = state.grow(instances)
     if start == 0 and stop > 0:
         # Variables from outside are the same for all items. Those of the items end with them.
         references = _item_outputs(state, node, 0)

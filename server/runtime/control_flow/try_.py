@@ -16,10 +16,10 @@ from ...program.nodes.bodies import BodyRef
 from ...program.nodes.try_ import handler_part
 from ...program.status import Problem
 from ..node_context import NodeExecutor, prefix_with_node
-from ..node_state import MissingValue, NodeState, Ready
+from ..node_state import Expansion, MissingValue, NodeState, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
-from .bodies import Expansion, absent_if_resolved, end_body, grow, publish_outputs, template_of
+from .bodies import absent_if_resolved, end_body, publish_outputs, template_of
 
 
 class TryExecutor(NodeExecutor[TryNode]):
@@ -131,7 +131,7 @@ def _handles(handled: str, code: str) -> bool:
 
 def _add_attempt(state: ProgramState, node: TryNode, number: int) -> Expansion:
     part = _attempt_part(state, node, number)
-    return grow(state, template_of(state, node).instantiate(part, f".{part}", {}))
+    return state.grow(template_of(state, node).instantiate(part, f".{part}", {}))
 
 
 def _attempt_part(state: ProgramState, node: TryNode, number: int) -> str:
