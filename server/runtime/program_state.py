@@ -136,7 +136,7 @@ class ProgramState:
         new = {instance.node.id for instance in instances}
         for _, _, body in instances:
             if body is not None and body.control not in new:
-                self.readiness.mark_entered(body)
+                self.readiness.enter_new_body(body)
                 self._release_reservation(body.control)
         self._add_nodes(added)
         if self.readiness.demanded_nodes is not None:

@@ -6,8 +6,8 @@ A slot is ready when all variables it reads are resolved, the slot before it is 
 Out of scope: what resolves a variable or ends a node; `ProgramState` calls the matching method.
 
 Invariants: a slot is reported at most once (unless it was blocked in between), and only after
-`start`. The nodes of a body wait until the body is entered, and the exit slot of the node around
-the body waits for their end only from then on.
+`start`. The nodes of a body wait until the body is entered. From then on, the exit slot of the
+node around the body waits for their end.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class SlotReadiness:
         self._missing_values = missing_values
         self.demanded_nodes: set[str] | None = set() if on_demand else None
         """Nodes that may run under `start: demand`; None: all."""
-        self._num_waiting_for: dict[SlotKey, int] = {}
+        self._num_pending: dict[SlotKey, int] = {}
+        """How many things each slot waits for: variables, nodes, its body, the slot before it, and
+        blocks."""
         self._entered: set[BodyRef] = set()
         self._quorums: dict[SlotKey, int | None] = {}
         """How many values the second slot of a `wait` node needs, for modes other than `all`.
 
-        None: it has enough values, or too many are missing. Until then the slot waits for one
-        thing, the decision.
+        The slot waits for one thing: that enough variables have values or too many are missing.
+        Then the quorum is decided, and None.
         """
         self._num_live_in: Counter[str] = Counter()
         """Nodes in entered bodies that have not ended, by the node around them."""
@@ -74,7 +76,7 @@ class SlotReadiness:
                     count += body is not None and body not in self._entered
                 else:
                     count += 1  # the slot before it
-                self._num_waiting_for[node_id, slot.index] = count
+                self._num_pending[node_id, slot.index] = count
         for node_id in nodes:
             if self._graph.body_of(node_id) in self._entered:
                 self._wait_for_end(node_id)
@@ -94,8 +96,8 @@ class SlotReadiness:
             self._wait_for_end(node_id)
         return self._count_down((node_id, 0) for node_id in nodes)
 
-    def mark_entered(self, body: BodyRef) -> None:
-        """Mark a body as entered whose nodes are added next, such as a map's instances.
+    def enter_new_body(self, body: BodyRef) -> None:
+        """Enter a body whose nodes are added next, such as a map's instances.
 
         `add_nodes` then does what `enter_body` does for nodes that exist.
         """
@@ -106,7 +108,7 @@ class SlotReadiness:
         body = self._graph.body_of(node_id)
         assert body is not None
         if not self._nodes[node_id].has_ended:
-            self._num_waiting_for[body.control, _exit_slot(self._graph.nodes[body.control])] += 1
+            self._num_pending[body.control, _exit_slot(self._graph.nodes[body.control])] += 1
             self._num_live_in[body.control] += 1
 
     def add_reads(self, node_id: str, slot: int, names: Iterable[str]) -> None:
@@ -114,7 +116,7 @@ class SlotReadiness:
         known = self._graph.slots[node_id][slot].reads
         new = {name for name in names if name not in known}
         self._graph.add_reads(node_id, slot, new)
-        self._num_waiting_for[node_id, slot] += sum(not self.is_resolved(name) for name in new)
+        self._num_pending[node_id, slot] += sum(not self.is_resolved(name) for name in new)
 
     # --- resolving ------------------------------------------------------------------------
 
@@ -149,10 +151,10 @@ class SlotReadiness:
         reads = self._graph.slots[node_id][slot].reads
         num_values = sum(name in self._values for name in reads)
         num_missing = sum(name in self._missing_values for name in reads)
-        if num_values < quorum <= len(reads) - num_missing:
-            return False
-        self._quorums[node_id, slot] = None
-        return True
+        is_open = num_values < quorum <= len(reads) - num_missing
+        if not is_open:
+            self._quorums[node_id, slot] = None
+        return not is_open
 
     def _is_decided_now(self, key: SlotKey) -> bool:
         """Whether the quorum was open and the last resolved variable has decided it."""
@@ -161,10 +163,10 @@ class SlotReadiness:
     def _count_down(self, keys: Iterable[SlotKey]) -> list[Ready]:
         ready = []
         for key in keys:
-            if key not in self._num_waiting_for:
+            if key not in self._num_pending:
                 continue  # a node that is being appended; `add_nodes` counts it later
-            self._num_waiting_for[key] -= 1
-            if self._num_waiting_for[key] == 0 and self._report(key):
+            self._num_pending[key] -= 1
+            if self._num_pending[key] == 0 and self._report(key):
                 ready.append(Ready(*key))
         return ready
 
@@ -178,13 +180,13 @@ class SlotReadiness:
 
     def report_all(self) -> list[Ready]:
         """Return all slots that are ready and not reported yet."""
-        return self._report_ready(self._num_waiting_for)
+        return self._report_ready(self._num_pending)
 
     def _report_ready(self, keys: Iterable[SlotKey]) -> list[Ready]:
-        return [Ready(*key) for key in keys if not self._num_waiting_for[key] and self._report(key)]
+        return [Ready(*key) for key in keys if not self._num_pending[key] and self._report(key)]
 
     def _report(self, key: SlotKey) -> bool:
-        """Record a ready slot as reported; return False if it must not be reported (now)."""
+        """Record a ready slot as reported; return False if it was, is done, or is not demanded."""
         node_id, slot = key
         node_state = self._nodes[node_id]
         if not self._is_started or key in self._reported or node_state.has_ended:
@@ -202,7 +204,7 @@ class SlotReadiness:
 
     def block(self, node_id: str, slot: int) -> None:
         """Block a slot until `unblock`, even if it was already reported."""
-        self._num_waiting_for[node_id, slot] += 1
+        self._num_pending[node_id, slot] += 1
         self._reported.discard((node_id, slot))
 
     def unblock(self, node_id: str, slot: int) -> list[Ready]:
@@ -214,13 +216,13 @@ class SlotReadiness:
     def is_due(self, node_id: str, slot: int) -> bool:
         """Whether a reported slot may still run: its node has not ended and it is not blocked."""
         node_state = self._nodes[node_id]
-        is_next = slot == node_state.slots_done and not self._num_waiting_for[node_id, slot]
+        is_next = slot == node_state.slots_done and not self._num_pending[node_id, slot]
         return is_next and not node_state.has_ended
 
     def waits_only_for(self, node_id: str, slot: int, names: Iterable[str]) -> bool:
         """Whether a slot would be ready if these unresolved variables were resolved."""
-        num_waiting_for = self._num_waiting_for[node_id, slot]
-        return num_waiting_for == len(set(names)) and not self._nodes[node_id].has_ended
+        num_pending = self._num_pending[node_id, slot]
+        return num_pending == len(set(names)) and not self._nodes[node_id].has_ended
 
     def num_live_in(self, node_id: str) -> int:
         """Return the number of nodes in the entered bodies of a node that have not ended."""
