@@ -271,10 +271,12 @@ class ProgramDirectory:
         offsets: TextOffsets = {}
         while True:
             while run is None or last < run.events.first_seq - 1:
+                first_seq = 0 if run is None else run.events.first_seq
                 page = await self.journal.events(tenant, program, last, PAGE, PAGE_BYTES)
                 if run is not None:
                     page = [record for record in page if record.seq < run.events.first_seq]
-                if not page:
+                # Events that were dropped from memory during the query are not in its page.
+                if not page and (run is None or run.events.first_seq == first_seq):
                     break
                 for record in page:
                     last = record.seq

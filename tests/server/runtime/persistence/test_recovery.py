@@ -27,7 +27,7 @@ from conure.server.runtime.calls.llm_call import LLMCall
 from conure.server.runtime.calls.prefix_registry import PrefixRegistry
 from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.node_state import NodeState
-from conure.server.runtime.persistence import resumption
+from conure.server.runtime.persistence import event_stream, resumption
 from conure.server.runtime.program_run import ProgramRun
 from conure.server.runtime.timers import Timers
 from conure.server.scheduling.policy import Rank
@@ -453,6 +453,36 @@ async def test_ended_program_is_read_from_the_journal(tmp_path: Path) -> None:
             assert await program.get(name) == variable
         assert await program.events() == events
         assert await program.cancel() == await program.status()
+
+
+async def test_reader_gets_events_that_are_dropped_while_it_reads_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "MAX_KEPT", 2)
+    nodes = [client("ask", "x"), *(expr(f"e{i}", var("x")) for i in range(20)), client("b", "y")]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes)
+        known = await program.event("client.requested", count=2)
+        other = await harness.submit([client("ask", "x")])
+        await other.event("client.requested")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        journal = harness.executor.services.journal
+        query = journal.events
+
+        async def query_slowly(*args: Any) -> Any:
+            page = await query(*args)
+            if not page and not waiting:
+                waiting.append(True)
+                await program.put("x", 1)
+            return page
+
+        waiting: list[bool] = []
+        monkeypatch.setattr(journal, "events", query_slowly)
+        reading = asyncio.create_task(program.events(known.seq or 0))
+        await program.value("e19")
+        await program.put("y", 1)
+        assert await reading == await program.events(known.seq or 0)
 
 
 # --- a call that continues --------------------------------------------------------------------
