@@ -230,9 +230,14 @@ class SlotReadiness:
 
     def demand(self, variables: Iterable[str]) -> None:
         """Let the ancestors of variables run under `start: demand`."""
+        producers = map(self._graph.get_producer, variables)
+        self.demand_nodes(each.node for each in producers if each is not None)
+
+    def demand_nodes(self, nodes: Iterable[str]) -> None:
+        """Let nodes and their ancestors run under `start: demand`."""
         assert self.demanded_nodes is not None
         graph = self._graph
-        stack = [each.node for each in map(graph.get_producer, variables) if each is not None]
+        stack = list(nodes)
         seen: set[str] = set()
         while stack:
             node_id = stack.pop()

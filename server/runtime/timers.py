@@ -228,7 +228,7 @@ def start_jobs(state: ProgramState, node: GraphNode, at: float) -> list[JobInsta
     """Record the start of a node in its jobs; return those that have a timeout."""
     instances = state.timed_jobs.instances_of(node)
     for instance in instances:
-        state.job_starts.setdefault(instance, at)
+        state.job_starts[instance] = min(at, state.job_starts.get(instance, at))
     return instances
 
 

@@ -74,9 +74,9 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
     for record in stored.values:
         if graph.get_producer(record.variable) is None:
             graph.mark_provided(record.variable)
-    ended_early = _replay_events(stored, state, recovered, shift_s)
+    ended = _replay_events(stored, state, recovered, shift_s)
     _restore_absent_outputs(state)
-    recovered.stop = _find_stop(state, ended_early)
+    recovered.stop = _find_stop(state, ended)
     for node_id, node_state in state.nodes.items():
         _complete_committed_slots(state, node_id, node_state, at=created_at)
     _end_bodies(state, at=created_at)
@@ -98,8 +98,9 @@ def replay_expansions(state: ProgramState, history: ExpansionHistory) -> None:
 def _replay_events(
     stored: StoredProgram, state: ProgramState, recovered: RecoveredState, shift_s: float
 ) -> list[str]:
-    """Replay events in their order; return the nodes that ended early."""
-    ended_early: list[str] = []
+    """Replay events in their order; return the nodes that ended."""
+    ended: list[str] = []
+    begun: set[str] = set()
     for record in stored.events:
         event = decode_event(record)
         if record.type == "client.requested":
@@ -116,24 +117,34 @@ def _replay_events(
         if node_id is None or node_id not in state.nodes:
             continue
         node_state = state.nodes[node_id]
-        if state.readiness.demanded_nodes is not None:
-            state.readiness.demanded_nodes.add(node_id)
         node_state.attempt = max(node_state.attempt, event.attempt)
         node_state.num_retries += event.retry
-        start_jobs(state, node_state.node, record.at + shift_s)
+        is_end = record.type == "node.finished" or record.type in _END_PHASES
+        began_at = event.started_at if is_end else record.at
+        if began_at is not None:
+            begun.add(node_id)
+            start_jobs(state, node_state.node, began_at + shift_s)
         if record.type == "node.started":
             recovered.started.add(node_id)
             node_state.why = event.why
-        elif record.type == "node.finished" and not node_state.has_ended:
+        elif is_end and not node_state.has_ended:
             _restore_usage(node_state, event, shift_s)
-            for slot in state.graph.slots[node_id]:
-                state.finish_slot(node_id, slot.index, at=record.at + shift_s)
-        elif record.type in _END_PHASES:
-            _restore_usage(node_state, event, shift_s)
-            problem = Problem(code=event.code, message=event.message, cause=event.cause)
-            state.end(node_id, _END_PHASES[record.type], problem, at=record.at + shift_s)
-            ended_early.append(node_id)
-    return ended_early
+            _replay_end(state, node_id, record.type, event, at=record.at + shift_s)
+            ended.append(node_id)
+    if state.readiness.demanded_nodes is not None:
+        state.readiness.demand_nodes(begun)
+    return ended
+
+
+def _replay_end(
+    state: ProgramState, node_id: str, event_type: str, event: JournaledEvent, *, at: float
+) -> None:
+    if event_type in _END_PHASES:
+        problem = Problem(code=event.code, message=event.message, cause=event.cause)
+        state.end(node_id, _END_PHASES[event_type], problem, at=at)
+        return
+    for slot in state.graph.slots[node_id]:
+        state.finish_slot(node_id, slot.index, at=at)
 
 
 def _restore_absent_outputs(state: ProgramState) -> None:
@@ -154,23 +165,22 @@ def _restore_absent_outputs(state: ProgramState) -> None:
                 pending.append(body.control)
 
 
-def _find_stop(state: ProgramState, ended_early: list[str]) -> ProgramStop | None:
+def _find_stop(state: ProgramState, ended: list[str]) -> ProgramStop | None:
     """Return why the program was ending; None if it was not.
 
     The first nodes of a program that stops are durable before its end: it must not go on without
     them, or end as if nothing had happened.
     """
-    stops = (_stop_of(state, node_id) for node_id in ended_early)
+    stops = (_stop_of(state, node_id) for node_id in ended)
     return next((stop for stop in stops if stop is not None), None)
 
 
 def _stop_of(state: ProgramState, node_id: str) -> ProgramStop | None:
     """Return the stop of the program that ended a node, or that its failure caused."""
-    if state.graph.body_of(node_id) is not None:
-        return None  # the node around it decides
     node_state = state.nodes[node_id]
     problem = node_state.problem
-    assert problem is not None
+    if problem is None or state.graph.body_of(node_id) is not None:
+        return None  # it did not fail, or the node around it decides
     if node_state.phase == "failed":
         is_isolated = state.isolates(node_id) or _has_read_failure(state, node_state)
         return None if is_isolated else ProgramStop("failed", problem)

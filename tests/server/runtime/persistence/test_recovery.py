@@ -29,6 +29,7 @@ from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.node_state import NodeState
 from conure.server.runtime.persistence import event_stream, resumption
 from conure.server.runtime.program_run import ProgramRun
+from conure.server.runtime.timed_jobs import JobInstance
 from conure.server.runtime.timers import Timers
 from conure.server.scheduling.policy import Rank
 from conure.server.store.journal import ValueRecord
@@ -273,6 +274,20 @@ async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -
         await program.end()
 
 
+async def test_on_demand_client_step_in_a_body_is_answered_after_restart(tmp_path: Path) -> None:
+    body = {"id": "t", "op": "try", "body": [client("a", "x")], "merge": {"y": ["x"]}}
+    nodes = [body, expr("b", var("y")), expr("other", 1)]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["b"], start="demand")
+        await program.get("b", wait_s=0)
+        requested = await program.event("client.requested")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("x", 1, requested.data["request_id"])
+        assert await program.value("b") == 1
+        assert (await program.end()).nodes["other"].status == "waiting"
+
+
 async def test_answer_that_arrives_before_its_step_is_dispatched_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +386,53 @@ async def test_each_round_has_the_whole_time_of_its_job_after_a_restart(
         await (await harness.submit([expr("e", 1)])).end()  # time for the timer of the first round
         await restarted.put("y.1", 2, second.data["request_id"])
         assert (await restarted.end()).status == "done"
+
+
+async def test_timeout_of_a_job_starts_after_a_restart_if_no_node_had_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        expr("a", 1, when=False, job="j"),
+        client("b", "y", args={"given": var("given")}, job="j"),
+    ]
+    async with server_harness(tmp_path) as harness:
+        jobs = {"j": {"timeout_s": 3_600}}
+        program = await harness.submit(nodes, outputs=["y"], variables={"given": {}}, jobs=jobs)
+        await program.event("node.skipped")
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("given", 1)
+        await program.event("client.requested")
+        await program.put("y", 2)
+        assert (await program.end()).status == "done"
+
+
+async def test_timeout_of_a_job_counts_from_a_start_that_only_the_end_reports(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    async def slow() -> None:
+        await gate.wait()
+
+    nodes = [
+        call("f", "slow", job="j"),
+        client("a", "x"),
+        client("b", "y", args={"x": var("x")}, job="j"),
+    ]
+    async with server_harness(tmp_path, {"slow": slow}) as harness:
+        jobs = {"j": {"timeout_s": 3_600}}
+        program = await harness.submit(nodes, outputs=["y"], jobs=jobs)
+        await program.put("x", 1, (await program.event("client.requested")).data["request_id"])
+        await program.event("client.requested", node="b")
+        gate.set()
+        await program.event("node.finished", node="f")
+    async with server_harness(tmp_path) as harness:
+        run = harness.executor.programs.find_live(program.id, TENANT)
+        assert run is not None
+        assert run.state.job_starts[JobInstance("j", None)] == run.state.nodes["f"].started_at
 
 
 async def test_timeouts_of_nodes_between_two_slots_start_again(
