@@ -155,7 +155,9 @@ class Executor(ProgramReader):
         except ConureError:
             await self.stop()
             raise
-        self._resumption = Resumption(journal, services, self.programs, self._create_run)
+        self._resumption = Resumption(
+            journal, services, self.programs, self._create_run, self._metrics.program_not_resumed
+        )
         self._background.append(await self._resumption.start(unfinished))
         self._background.append(
             asyncio.create_task(retain(journal, self.programs, _retention_limits(config)))

@@ -101,6 +101,10 @@ class ServerMetrics:
         )
         self._engines_lost = Counter("conure_engines_lost", "Engines that died.", registry=registry)
 
+    def program_not_resumed(self, status: str) -> None:
+        """Count a program that a start of the server ended instead of resuming it."""
+        self._programs.labels(status).inc()
+
     def program_ended(self, program_state: ProgramState, receipt: Receipt) -> None:
         """Count a program whose end is durable. May run in a thread."""
         self._programs.labels(program_state.phase).inc()

@@ -502,6 +502,8 @@ async def test_unrecoverable_program_fails(
         assert status.error.code == "program.unreadable"
         assert status.receipt
         assert (await broken.events())[-1].type == "program.finished"
+        metrics = (await harness.executor.metrics()).decode()
+        assert 'programs_ended_total{status="failed"} 1' in metrics
         if breaks == "resume":
             assert status.variables["i"].value == 1
             assert (await broken.get("x")).status == "failed"

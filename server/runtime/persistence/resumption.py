@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 
 from ...program.status import Problem
-from ...store.journal import EventRecord, Journal, StoredProgram
+from ...store.journal import EndRecord, EventRecord, Journal, StoredProgram
 from ..clock import format_timestamp
 from ..program_run import ProgramRun
 from ..program_state import ProgramState
@@ -49,12 +49,24 @@ class Resumption:
         services: RuntimeServices,
         programs: ProgramDirectory,
         create_run: Callable[[ProgramState], ProgramRun],
+        on_ended: Callable[[str], None],
     ) -> None:
+        """Create the resumption of the programs in a journal.
+
+        Args:
+            journal: the journal.
+            services: of the server.
+            programs: where requests find the programs.
+            create_run: makes the run of a restored program.
+            on_ended: is called with the status of a program that cannot be resumed, once its end
+                is durable.
+        """
         self._journal = journal
         self._watch = services.watch
         self._clock = services.clock
         self._programs = programs
         self._create_run = create_run
+        self._on_ended = on_ended
         self._ends: list[asyncio.Future[None]] = []
         programs.resume = self._resume
 
@@ -136,10 +148,13 @@ class Resumption:
             at=now,
         )
         written = journal.append([event, end])
-        written.add_done_callback(partial(_log_failure, stored.id))
+        written.add_done_callback(partial(self._end_written, end))
         return written
 
-
-def _log_failure(program: str, written: asyncio.Future[None]) -> None:
-    if not written.cancelled() and written.exception() is not None:
-        logger.error("the end of program %s was not written: %r", program, written.exception())
+    def _end_written(self, end: EndRecord, written: asyncio.Future[None]) -> None:
+        if written.cancelled():
+            return
+        if (error := written.exception()) is not None:
+            logger.error("the end of program %s was not written: %r", end.program, error)
+        else:
+            self._on_ended(end.status)
