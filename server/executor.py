@@ -31,11 +31,7 @@ from .functions.plugins import ServerFunctions
 from .language.submission import SourceCompiler
 from .metrics import MetricsSnapshot, ServerMetrics
 from .procedure_catalog import ProcedureCatalog
-from .program.errors import (
-    ConflictError,
-    ConureError,
-    UnavailableError,
-)
+from .program.errors import ConflictError, ConureError, UnavailableError
 from .program.functions import FunctionSignature
 from .program.grammar import grammar_of
 from .program.ir import Append, Constraint, Json, Message, SourceSubmission, Submission
@@ -148,12 +144,12 @@ class Executor(ProgramReader):
         try:
             await fleet.start()
             unfinished = await reading
-        except EngineStartError as error:
-            await asyncio.wait([reading])
+        except BaseException as error:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await self.stop()
-            raise StartError("engine.start", str(error)) from error
-        except ConureError:
-            await self.stop()
+            if isinstance(error, EngineStartError):
+                raise StartError("engine.start", str(error)) from error
             raise
         self._resumption = Resumption(
             journal, services, self.programs, self._create_run, self._metrics.program_not_resumed
@@ -167,7 +163,10 @@ class Executor(ProgramReader):
             self._background.append(asyncio.create_task(check_journal(journal)))
 
     async def drain(self) -> None:
-        """Accept no programs, start no calls, and wait for the running calls."""
+        """Accept no programs, start no calls, and wait for the running calls.
+
+        The caller limits the time.
+        """
         self._intake.is_draining = True
         scheduler = self.services.scheduler
         scheduler.pause()
@@ -203,22 +202,24 @@ class Executor(ProgramReader):
 
     def _program_ended(self, run: ProgramRun) -> None:
         """Account a program whose end is durable."""
-        if self.programs.end(run) and run.receipt is not None:
-            count = partial(self._metrics.program_ended, run.state, run.receipt)
-            if len(run.state.nodes) <= MAX_NODES_INLINE:
-                count()
-            else:
-                asyncio.get_running_loop().run_in_executor(None, count)
-            prompt = run.receipt.prompt_tokens
-            logger.info(
-                "program %s %s in %.2f s: %d calls, %d of %d prompt tokens computed",
-                run.state.id,
-                run.state.phase,
-                run.receipt.wall_s,
-                run.receipt.calls,
-                prompt.computed,
-                prompt.logical,
-            )
+        was_live = self.programs.end(run)
+        if not was_live or run.receipt is None:
+            return
+        count = partial(self._metrics.program_ended, run.state, run.receipt)
+        if len(run.state.nodes) <= MAX_NODES_INLINE:
+            count()
+        else:
+            asyncio.get_running_loop().run_in_executor(None, count)
+        prompt = run.receipt.prompt_tokens
+        logger.info(
+            "program %s %s in %.2f s: %d calls, %d of %d prompt tokens computed",
+            run.state.id,
+            run.state.phase,
+            run.receipt.wall_s,
+            run.receipt.calls,
+            prompt.computed,
+            prompt.logical,
+        )
 
     # --- engines --------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Executor(ProgramReader):
         model = services.served_model
         if model is None or model.tokenizer_hash != engine.hello.tokenizer_hash:
             model = ServedModel.of(engine.hello)
-        # Any engine may run a call, and each takes the memory that is free when it starts.
+        # Engines differ in memory, and any may run a call: a prompt must fit the smallest one.
         smallest = min(services.engines.values(), key=lambda each: each.hello.limits.num_blocks)
         services.served_model = replace(model, limits=smallest.hello.limits)
         services.scheduler.add_engine(
@@ -246,7 +247,8 @@ class Executor(ProgramReader):
         deaths = [node.num_deaths for _, node in lost]
         self.services.suspects.engine_died(deaths)
         for number, (run, node) in enumerate(lost):
-            run.retry_call(node, engine.name, deaths[:number] + deaths[number + 1 :])
+            others = deaths[:number] + deaths[number + 1 :]
+            run.retry_call(node, engine.name, others)
 
     # --- requests that change programs ----------------------------------------------------
 
@@ -314,6 +316,7 @@ class Executor(ProgramReader):
         run.state.check_variable(variable)
         put_value(run, variable, body)
         await _wait_durable(run.outbox.barrier(), f"the value of {variable}")
+        # A barrier also passes if the journal has rejected the value; `wait_for` raises its error.
         if run.state.is_resolved(variable) and not await run.outbox.wait_for(
             variable, DURABILITY_TIMEOUT_S
         ):

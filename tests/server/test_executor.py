@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conure.server.config import Config
+from conure.server.engines.connection import EngineStartError
+from conure.server.engines.fleet import Fleet
+from conure.server.executor import Executor, StartError
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
 from conure.server.runtime import timers
+from conure.server.store.journal import Journal, JournalError
 
 from .inprocess import (
     ServerHarness,
@@ -23,6 +29,44 @@ from .inprocess import (
     server_harness,
     var,
 )
+
+
+async def test_a_start_that_is_cancelled_closes_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun = asyncio.Event()
+
+    async def start_forever(_: Fleet) -> None:
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fleet, "start", start_forever)
+        starting = asyncio.create_task(Executor(Config(data=tmp_path, engine="fake")).start())
+        await has_begun.wait()
+        starting.cancel()
+        await asyncio.wait([starting])
+    assert starting.cancelled()
+    async with server_harness(tmp_path) as harness:
+        assert await harness.num_held() == [(0, 0)]
+
+
+async def test_a_start_reports_one_of_two_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail_to_start(_: Fleet) -> None:
+        await asyncio.sleep(0)
+        raise EngineStartError("no engine")
+
+    async def fail_to_read(_: Journal) -> None:
+        raise JournalError("store.damaged", "damaged")
+
+    monkeypatch.setattr(Fleet, "start", fail_to_start)
+    monkeypatch.setattr(Journal, "unfinished", fail_to_read)
+    with pytest.raises(StartError, match="no engine"):
+        await Executor(Config(data=tmp_path, engine="fake")).start()
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_all_node_kinds_work_together(tmp_path: Path) -> None:
