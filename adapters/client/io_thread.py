@@ -5,7 +5,8 @@ events there, so neither depends on the threads or event loops of the applicatio
 that ends a run delays nothing.
 
 Invariants: the thread starts with the first task and does not keep the process alive. A process
-that is forked starts its own thread.
+that is forked starts its own thread. Starting a task takes no lock: the garbage collector may end a
+run, and thereby start a task, within any statement of any thread.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class IOThread:
     """Runs coroutines in a daemon thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._workers: dict[int, _Worker] = {}
+        """By process id: a forked process also has its parent's, whose thread it lacks."""
         self._is_closed = False
 
     @property
     def is_own_thread(self) -> bool:
         """Whether the current thread is this one."""
-        worker = self._worker
+        worker = self._workers.get(os.getpid())
         return worker is not None and worker.thread is threading.current_thread()
 
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
@@ -42,18 +43,26 @@ class IOThread:
         Raises:
             RuntimeError: if the client is closed.
         """
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the client is closed")
-            if self._worker is None or self._worker.pid != os.getpid():
-                self._worker = _Worker()
-                weakref.finalize(self, self._worker.stop)
-            self._worker.start_task(function, *args)
+        if self._is_closed:
+            raise RuntimeError("the client is closed")
+        worker = self._workers.get(os.getpid()) or self._new_worker()
+        worker.start_task(function, *args)
+
+    def _new_worker(self) -> _Worker:
+        """Return the worker of this process; start one unless another thread does."""
+        new = _Worker()
+        worker = self._workers.setdefault(new.pid, new)
+        if worker is new:
+            worker.thread.start()
+            weakref.finalize(self, worker.stop)
+        else:
+            new.discard()
+        return worker
 
     def wake(self, function: Callable[[], object]) -> None:
-        """Call a function in the thread, if it runs. Takes no lock, for the garbage collector."""
-        worker = self._worker
-        if worker is not None and worker.pid == os.getpid():
+        """Call a function in the thread, if it runs."""
+        worker = self._workers.get(os.getpid())
+        if worker is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 worker.call(function)
 
@@ -63,9 +72,8 @@ class IOThread:
         Args:
             cleanup: coroutine function that runs last, in the thread.
         """
-        with self._lock:
-            self._is_closed = True
-            worker, self._worker = self._worker, None
+        self._is_closed = True
+        worker = self._workers.pop(os.getpid(), None)
         if worker is not None:
             worker.stop(cleanup)
 
@@ -79,7 +87,6 @@ class _Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self.thread = threading.Thread(target=self._run, name="conure-io", daemon=True)
-        self.thread.start()
 
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         def start() -> None:
@@ -91,6 +98,10 @@ class _Worker:
 
     def call(self, function: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(function)
+
+    def discard(self) -> None:
+        """Free a worker whose thread was not started."""
+        self._loop.close()
 
     def stop(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Finish the tasks, then end the thread. Has no effect when called again."""

@@ -45,7 +45,8 @@ class LocalApp:
         self._app = app
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
-        self._submission_lock = threading.Lock()
+        # The garbage collector may end a call, which is itself a call.
+        self._submission_lock = threading.RLock()
         self._is_open = False
         """Accepts calls. Changed under `_submission_lock`: a call is posted before the loop is
         stopped, which cancels the call, or is refused."""

@@ -41,7 +41,7 @@ class SessionInference(UnsharedState):
     """Sessions by message history."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may restore a session
         self._sessions: OrderedDict[bytes, deque[str]] = OrderedDict()
         """By hash of the history up to an answer. Several sessions may have equal histories."""
         self._num_sessions = 0

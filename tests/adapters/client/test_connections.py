@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from conure.adapters.client import AsyncClient, Client
 from conure.adapters.client.client_cache import ModelClients, SharedClient
 from conure.adapters.client.io_thread import IOThread
+
+from ..garbage import blocks_when_collected
 
 
 def test_loops_that_end_leave_no_connection(double: Any, kit: Any) -> None:
@@ -97,6 +100,31 @@ def test_io_thread_finishes_its_tasks_before_it_ends() -> None:
 def test_io_thread_does_not_keep_the_process_alive() -> None:
     thread = IOThread()
     assert _ran_in(thread).daemon
+    thread.close(_nothing)
+
+
+def test_io_thread_may_be_used_by_the_garbage_collector_while_it_starts_a_task() -> None:
+    thread = IOThread()
+    start = partial(thread.start_task, _nothing)
+    assert not blocks_when_collected(start, start)
+    thread.close(_nothing)
+
+
+def test_client_has_one_io_thread_if_two_tasks_are_the_first() -> None:
+    thread, found = IOThread(), list[threading.Thread]()
+    barrier = threading.Barrier(2)
+
+    def start() -> None:
+        barrier.wait(60)
+        found.append(_ran_in(thread))
+
+    starting = [threading.Thread(target=start) for _ in range(2)]
+    for each in starting:
+        each.start()
+    for each in starting:
+        each.join(60)
+    assert len(found) == 2
+    assert len(set(found)) == 1
     thread.close(_nothing)
 
 

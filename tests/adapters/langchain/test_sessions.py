@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from collections import deque
+from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +55,28 @@ def test_equal_histories_continue_two_sessions() -> None:
     found = {session(known, user("hi"), answer("ho"), user(text)) for text in "ab"}
     assert found == {"one", "two"}
     assert session(known, user("hi"), answer("ho"), user("c")) is None
+
+
+def test_garbage_collector_may_restore_a_session_while_another_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = SessionInference()
+    known.record([user("hi")], answer("ho"), "one")
+    resumed = known.resume([user("hi"), answer("ho")])
+    assert resumed is not None
+
+    def collecting_deque() -> deque[str]:
+        monkeypatch.undo()
+        known.restore(resumed)
+        return deque()
+
+    monkeypatch.setattr(sessions, "deque", collecting_deque)
+    record = partial(known.record, [user("hey")], answer("ho"), "two")
+    thread = threading.Thread(target=record, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert session(known, user("hi"), answer("ho")) == "one"
 
 
 def test_failed_call_restores_its_session() -> None:
