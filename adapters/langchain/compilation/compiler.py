@@ -61,6 +61,8 @@ from .values import (
 _TEXT_OPERATORS: Final = ((str.strip, "strip"), (str.lower, "lower"))
 """Functions of text, and the operators that compute the same on the server."""
 
+_CONFIG_OF_ONE_RUN: Final = ("callbacks", "run_id", "run_name")
+
 
 def to_program(
     runnable: Any, *, inputs: Iterable[str] | None = None, name: str | None = None
@@ -143,7 +145,7 @@ class ChainCompiler:
     ) -> Value:
         """Resolve a configurable Runnable or a binding, and compile the result."""
         if isinstance(runnable, DynamicRunnable):
-            concrete, _ = runnable.prepare(cast(RunnableConfig, dict(position.config)))
+            concrete, position = _prepared(runnable, position)
             return self.compile(concrete, value, position)
         if isinstance(runnable, RunnableBinding):
             return self._compile_binding(runnable, value, position)
@@ -246,6 +248,10 @@ class ChainCompiler:
             return self._compile_model(bound, binding.kwargs, value, step_position)
         if not binding.kwargs:
             return self.compile(bound, value, step_position)
+        if isinstance(bound, DynamicRunnable):
+            concrete, step_position = _prepared(bound, step_position)
+            merged = binding.model_copy(update={"bound": concrete, "config": {}})
+            return self._compile_binding(merged, value, step_position)
         if isinstance(bound, RunnableBinding):  # the outer arguments win, as in LangChain
             merged = bound.model_copy(update={"kwargs": {**bound.kwargs, **binding.kwargs}})
             return self.compile(merged, value, step_position)
@@ -342,6 +348,17 @@ def _merged_config(
     merged = {**merge_configs(binding.config or {}, outer)}
     merged.pop("run_name", None)  # is not passed on
     return {key: value for key, value in merged.items() if value}
+
+
+def _prepared(
+    runnable: DynamicRunnable[Any, Any], position: ChainPosition
+) -> tuple[Runnable[Any, Any], ChainPosition]:
+    """Return what a configurable Runnable runs, and a position with the config passed to it."""
+    concrete, config = runnable.prepare(cast(RunnableConfig, dict(position.config)))
+    passed = {
+        key: value for key, value in config.items() if value and key not in _CONFIG_OF_ONE_RUN
+    }
+    return concrete, position._replace(config=passed)
 
 
 def _is_function(runnable: Runnable[Any, Any]) -> bool:

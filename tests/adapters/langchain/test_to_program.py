@@ -230,6 +230,27 @@ def test_bind_and_config_set_arguments() -> None:
     assert node["output"]["max_tokens"] == 9
 
 
+def test_config_of_alternatives_reaches_the_chosen_one() -> None:
+    llm = LLM.configurable_fields(max_tokens=ConfigurableField(id="n"))
+    chains = (prompt("{x}") | llm).configurable_alternatives(
+        ConfigurableField(id="kind"), default_key="a", b=prompt("{x}") | LLM
+    )
+    short = chains.with_config(configurable={"n": 9})
+    assert nodes_of(short)["answer_call"]["output"]["max_tokens"] == 9
+    prefixed = (prompt("{x}") | LLM).configurable_alternatives(
+        ConfigurableField(id="kind"), default_key="a", prefix_keys=True, b=prompt("{x}") | llm
+    )
+    short = prefixed.with_config(configurable={"kind": "b", "kind==b/n": 9})
+    assert nodes_of(short)["answer_call"]["output"]["max_tokens"] == 9
+
+
+def test_arguments_are_bound_to_the_model_that_the_config_selects() -> None:
+    llm = LLM.configurable_fields(max_tokens=ConfigurableField(id="n"))
+    chain = prompt("{x}") | llm.bind(stop=["x"]).with_config(configurable={"n": 9})
+    output = nodes_of(chain)["answer_call"]["output"]
+    assert (output["max_tokens"], output["stop"]) == (9, ["x"])
+
+
 def test_server_prints_dict_as_python() -> None:
     chain = (
         {"notes": {"a": prompt("{x}") | LLM | TEXT, "n": itemgetter("x")}} | prompt("{notes}") | LLM
@@ -461,4 +482,16 @@ def test_functions_get_the_config_that_is_bound_to_them(client: Client) -> None:
     )
     plain = chain.invoke("tea")
     assert plain == ["tea", {"a": 1, "b": 2}, ["inner", "outer"], 1]
+    assert to_program(chain).run(client, "tea") == plain
+
+
+def test_functions_get_the_config_of_a_configurable_chain(client: Client) -> None:
+    def note(text: str, config: RunnableConfig) -> list[object]:
+        return [text, config.get("configurable"), config.get("tags")]
+
+    chain: Runnable[Any, Any] = RunnablePassthrough() | RunnableLambda(note)
+    chain = chain.configurable_alternatives(ConfigurableField(id="kind"), default_key="a")
+    chain = chain.with_config(configurable={"user": "alice"}, tags=["tea"])
+    plain = chain.invoke("tea")
+    assert plain == ["tea", {"user": "alice"}, ["tea"]]
     assert to_program(chain).run(client, "tea") == plain
