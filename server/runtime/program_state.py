@@ -119,7 +119,7 @@ class ProgramState:
         else:
             # A demanded variable may now have a producer, also an indirect one.
             self.readiness.demand(self.demanded)
-            ready += self.readiness.report_all()
+            ready += self.readiness.report()
         return added, ready
 
     def start(self) -> list[Ready]:
@@ -173,7 +173,7 @@ class ProgramState:
             return []
         self.demanded.add(variable)
         self.readiness.demand([variable])
-        return self.readiness.report_all()
+        return self.readiness.report()
 
     def mark_started(self, node_id: str, slot: int) -> None:
         """Mark a slot that started before a restart and continues from its decisions."""

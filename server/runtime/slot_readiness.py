@@ -62,7 +62,7 @@ class SlotReadiness:
     def start(self) -> list[Ready]:
         """Start reporting: return the slots that are ready now, except those restored as done."""
         self._is_started = True
-        return self.report_all()
+        return self.report()
 
     def add_nodes(self, nodes: Sequence[str]) -> None:
         """Count what the slots of new nodes wait for. The nodes must have a `NodeState`."""
@@ -172,17 +172,12 @@ class SlotReadiness:
 
     # --- reporting ------------------------------------------------------------------------
 
-    def report(self, nodes: Iterable[str]) -> list[Ready]:
-        """Return the slots of these nodes that are ready and not reported yet."""
-        return self._report_ready(
-            (node_id, slot.index) for node_id in nodes for slot in self._graph.slots[node_id]
-        )
-
-    def report_all(self) -> list[Ready]:
-        """Return all slots that are ready and not reported yet."""
-        return self._report_ready(self._num_pending)
-
-    def _report_ready(self, keys: Iterable[SlotKey]) -> list[Ready]:
+    def report(self, nodes: Iterable[str] | None = None) -> list[Ready]:
+        """Return the slots of these nodes, or of all, that are ready and not reported yet."""
+        slots = self._graph.slots
+        keys: Iterable[SlotKey] = self._num_pending
+        if nodes is not None:
+            keys = ((node_id, slot.index) for node_id in nodes for slot in slots[node_id])
         return [Ready(*key) for key in keys if not self._num_pending[key] and self._report(key)]
 
     def _report(self, key: SlotKey) -> bool:

@@ -70,6 +70,7 @@ NO_CODES = {
     "output.constraint",
     "output.variable",
     "p.number",
+    "u.program",
     "program.nodes",
     "program.outputs",
     "program.variables",
