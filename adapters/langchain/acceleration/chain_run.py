@@ -66,6 +66,8 @@ class ChainRun:
         """By variable."""
         self._unencodable: dict[str, str] = {}
         """Why a value cannot be sent, by place: the Python expression of a part of the chain."""
+        self._names: set[str] = set()
+        """Of the nodes and variables of all plans."""
         self._num_names = 0
         self._held: CallRecord | None = None
         """The only planned call, which its model sends."""
@@ -98,8 +100,9 @@ class ChainRun:
         if self._bound_run is None:
             return ""
         with self._registry.lock:
-            self._num_names += 1
-            return "" if self._num_names == 1 else f"in{self._num_names}_"
+            is_first = self._num_names == 0
+            prefix = self._next_name("in{}_")
+            return "" if is_first else prefix
 
     def begin(
         self, plans: Sequence[tuple[ChainPlan, Mapping[str, Json]]], *, is_start: bool = False
@@ -115,6 +118,7 @@ class ChainRun:
         with self._registry.lock:
             for plan, _ in plans:
                 self._run.outbox.may_grow |= plan.may_grow
+                self._names |= plan.names
                 self.stats.num_planned += len(plan.calls)
                 for awaited in plan.awaited.values():
                     self._awaited.update({view.variable: awaited for view in awaited.source.views})
@@ -334,12 +338,19 @@ class ChainRun:
 
     def _send(self, node: dict[str, Json], miss: PlanMiss) -> CallRecord:
         self.stats.misses.append(miss)
-        self._num_names += 1
         self._run.outbox.may_grow = True  # after one call that was not expected, others follow
-        variable = f"miss{self._num_names}"
+        variable = self._next_name("miss{}")
         output = {**node["output"], "variable": variable}
         named = {**node, "id": f"{variable}_call", "output": output}
         return self._run.add_unplanned(PlannedCall("", variable, named, frozenset()))
+
+    def _next_name(self, form: str) -> str:
+        """Return a numbered name, or beginning of names, that no name of a plan begins with."""
+        while True:
+            self._num_names += 1
+            name = form.format(self._num_names)
+            if not any(taken.startswith(name) for taken in self._names):
+                return name
 
     def _miss(self) -> PlanMiss:
         """Explain a miss by a planned call that the chain has not made.

@@ -63,6 +63,8 @@ class ChainPlan:
     is_direct: bool
     """Whether the plan has one call, which cannot start before the chain reaches it. The chain
     sends it as without a plan, which takes less time."""
+    names: frozenset[str] = frozenset()
+    """Names of its nodes and variables, which other calls of the run must not have."""
     models: tuple[tuple[BaseModel, dict[str, Any]], ...] = ()
     """The models of the calls, and their fields when the plan was made."""
     has_cache: bool = False

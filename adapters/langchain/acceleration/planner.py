@@ -76,6 +76,7 @@ def plan_of(
         graph.root,
         compiler.may_grow,
         is_direct,
+        names=frozenset(graph.names),
         models=tuple((model, dict(vars(model))) for model in compiler.models),
         has_cache=get_llm_cache() is not None,
     )

@@ -98,11 +98,12 @@ class ChainGraph:
     steps: list[ChainClientStep] = field(default_factory=list)
     prefix: str = ""
     """Prefix of all names, for several graphs in one program."""
+    names: set[str] = field(default_factory=set)
+    """Names of nodes and variables."""
     _body: GraphBody = field(default_factory=GraphBody)
     """The current body: new nodes are added to it."""
     _read_variables: dict[tuple[int, str], tuple[GraphBody, str]] = field(default_factory=dict)
     """Variables for reading a view inside a body, by body and variable of the view."""
-    _names: set[str] = field(default_factory=set)
     _exports: dict[tuple[int, bool], tuple[Value, str]] = field(default_factory=dict)
     """Exported variables of values in bodies, by the value's identity and `is_printed`."""
 
@@ -133,7 +134,7 @@ class ChainGraph:
 
     def fresh_name(self, hint: str) -> str:
         """Return an unused name that starts with `hint`."""
-        return unique_name(f"{self.prefix}{hint}", self._names)
+        return unique_name(f"{self.prefix}{hint}", self.names)
 
     def view_variable(self, local: ClientValue, kind: ViewKind) -> str:
         """Return the variable that carries a client value in the current body."""

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableParallel
 
+from conure.adapters.langchain import ChatConure
 from conure.adapters.langchain.acceleration.chain_run import ChainRun
 from conure.adapters.langchain.acceleration.plan import AwaitedValue, ChainPlan
+from conure.adapters.langchain.acceleration.planner import identity_of, plan_of
 from conure.adapters.langchain.compilation.values import ClientValue, Source
 from conure.adapters.speculation.outbox import OutboxRequest
 from conure.adapters.speculation.registry import CallRecord, PlanFailedError
@@ -233,6 +237,23 @@ def test_unneeded_calls_are_reported_at_the_end(case: Case) -> None:
     for name in ("b", "c"):
         case.registry.on_event(event("node.skipped", node=f"{name}_call", code="x"))
     assert case.registry.is_settled()
+
+
+def test_names_of_later_calls_differ_from_the_names_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
+    llm = ChatConure(base_url="http://127.0.0.1:9")
+    ask = ChatPromptTemplate.from_template
+    chain = RunnableParallel(miss2=ask("A {x}") | llm, in4_answer=ask("B {x}") | llm)
+    plan = plan_of(chain, identity=identity_of(llm), prefix="", config=None)
+    client: Any = SimpleNamespace(identity="server")
+    run = ChainRun(client, "chain", is_streamed=False)
+    assert run.prefix() == ""
+    run.begin([(plan, {})])
+    assert {each.variable for each in plan.calls} == {"miss2", "in4_answer"}
+    assert run._claim(node("z", "another prompt")).variable == "miss3"
+    assert run.prefix() == "in5_"
 
 
 def test_complete_plan_is_submitted_closed(case: Case) -> None:
