@@ -70,7 +70,6 @@ NO_CODES = {
     "output.constraint",
     "output.variable",
     "p.number",
-    "u.program",
     "program.nodes",
     "program.outputs",
     "program.variables",
@@ -81,6 +80,7 @@ NO_CODES = {
     "response.input_tokens",
     "tool_call.id",
     "transformers.js_config",
+    "u.program",
     "web_search_call.results",
 }
 # Codes that are also the name of an event, of a function or of a file.

@@ -489,7 +489,7 @@ def test_functions_get_the_config_of_a_configurable_chain(client: Client) -> Non
     def note(text: str, config: RunnableConfig) -> list[object]:
         return [text, config.get("configurable"), config.get("tags")]
 
-    chain: Runnable[Any, Any] = RunnablePassthrough() | RunnableLambda(note)
+    chain: Any = RunnablePassthrough() | RunnableLambda(note)
     chain = chain.configurable_alternatives(ConfigurableField(id="kind"), default_key="a")
     chain = chain.with_config(configurable={"user": "alice"}, tags=["tea"])
     plain = chain.invoke("tea")
