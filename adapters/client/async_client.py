@@ -39,7 +39,14 @@ from conure.server.program.status import (
     VariableStatus,
 )
 
-from .async_io import AsyncBaseClient, AsyncStepRunner, call_function, shield, sleep
+from .async_io import (
+    AsyncBaseClient,
+    AsyncStepRunner,
+    call_function,
+    is_interruption,
+    shield,
+    sleep,
+)
 from .client_steps import (
     STEP_EVENTS,
     ClientStepSession,
@@ -610,7 +617,9 @@ class AsyncRun:
         # Every exception must reach the server, or the program waits for the step's timeout.
         try:
             answer = answer_of(step, await call_function(step))
-        except Exception as problem:
+        except BaseException as problem:
+            if is_interruption(problem):
+                raise
             answer = session.failed(step, problem)
         refused = partial(session.failed, step)
         flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)

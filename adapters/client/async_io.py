@@ -170,3 +170,14 @@ async def call_function(step: StepRequest) -> Any:
         return await step.function(**step.args)
     value = await asyncio.to_thread(call_plainly, step)
     return await value if inspect.isawaitable(value) else value
+
+
+def is_interruption(problem: BaseException) -> bool:
+    """Return whether an exception of a step ends the step's task, or the event loop.
+
+    A CancelledError does not if the function cancelled and awaited a task of its own.
+    """
+    if isinstance(problem, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(problem, KeyboardInterrupt | SystemExit)

@@ -157,7 +157,7 @@ class ClientStepSession:
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
         self._failures = failures
-        self._causes: dict[str, Exception] = {}
+        self._causes: dict[str, BaseException] = {}
         """Exceptions of functions that failed in this process, by node."""
         self._last_event: dict[str, Json] | None = None
 
@@ -207,7 +207,7 @@ class ClientStepSession:
         for request_id in list(self._queued):
             self._deduplicator.release(self._program_id, request_id)
 
-    def failed(self, step: StepRequest, problem: Exception) -> PutValue:
+    def failed(self, step: StepRequest, problem: BaseException) -> PutValue:
         """Record a function's exception as a possible cause of the program's failure.
 
         Returns:
@@ -278,7 +278,7 @@ def answer_of(step: StepRequest, value: Any) -> PutValue:
     return PutValue(value=msgspec.Raw(encoded), request_id=step.request_id)
 
 
-def _failure_answer(step: StepRequest, problem: Exception) -> PutValue:
+def _failure_answer(step: StepRequest, problem: BaseException) -> PutValue:
     if isinstance(problem, ConureError):
         code, message = problem.code, problem.message
     else:

@@ -64,7 +64,14 @@ from .exchange.problems import ServerUnreachableError
 from .exchange.programs import Submittable
 from .exchange.records import Flow, Reply, Request, Sleep
 from .exchange.retry import Retry
-from .sync_io import BaseClient, StepRunner, call_function, shield, sleep
+from .sync_io import (
+    BaseClient,
+    StepRunner,
+    call_function,
+    is_interruption,
+    shield,
+    sleep,
+)
 
 T = TypeVar("T")
 
@@ -607,7 +614,9 @@ class Run:
         # Every exception must reach the server, or the program waits for the step's timeout.
         try:
             answer = answer_of(step, call_function(step))
-        except Exception as problem:
+        except BaseException as problem:
+            if is_interruption(problem):
+                raise
             answer = session.failed(step, problem)
         refused = partial(session.failed, step)
         flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)

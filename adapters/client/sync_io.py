@@ -193,5 +193,10 @@ def call_function(step: StepRequest) -> Any:
     return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
 
 
+def is_interruption(problem: BaseException) -> bool:
+    """Return False: an exception ends the function in its thread, and nothing else."""
+    return False
+
+
 async def _await(awaitable: Awaitable[T]) -> T:
     return await awaitable

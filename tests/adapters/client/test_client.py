@@ -643,6 +643,37 @@ async def test_a_function_error_reaches_server_and_caller(
     assert error["message"].startswith(f"double: {type(caught.value.__cause__).__name__}")
 
 
+async def cancel_itself(n: int) -> None:
+    task = asyncio.create_task(asyncio.sleep(n))
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize("function", [cancel_itself, lambda n: pytest.skip("no")])
+async def test_a_function_that_raises_no_exception_fails_its_step(
+    caller: Any, double: Any, kit: Any, function: Any
+) -> None:
+    failed = kit.sse(3, "node.failed", node="s", code="client.failed", message="double: oh")
+    chunks = [requested(kit, 2, "r", n=1), failed + kit.finished(4, "failed")]
+    double.on("POST", "/v1/programs", kit.followed(*chunks, gate=has_answer(double)))
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "failed"}))
+    async with asyncio.timeout(60):
+        with pytest.raises(RunError, match="double: oh") as caught:
+            await caller(caller.client.run, kit.program, functions={"double": function})
+    assert not isinstance(caught.value.__cause__, Exception)
+    assert put_bodies(double)[0]["error"]["code"] == "client.failed"
+
+
+def test_an_exit_in_a_thread_of_client_steps_fails_the_step(double: Any, kit: Any) -> None:
+    failed = kit.sse(3, "node.failed", node="s", code="client.failed", message="double: oh")
+    chunks = [requested(kit, 2, "r", n=1), failed + kit.finished(4, "failed")]
+    double.on("POST", "/v1/programs", kit.followed(*chunks, gate=has_answer(double)))
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "failed"}))
+    with Client(app=double) as client, pytest.raises(RunError, match="double: oh") as caught:
+        client.run(kit.program, functions={"double": lambda n: sys.exit(n)})
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
 async def test_a_rejected_value_fails_its_step(caller: Any, double: Any, kit: Any) -> None:
     failed = kit.sse(3, "node.failed", node="s", code="request.invalid", message="too deep")
     chunks = [requested(kit, 2, "r", n=1), failed + kit.finished(4, "failed")]
