@@ -39,12 +39,13 @@ from .errors import (
 )
 from .lowering.blocks import LoopReads
 from .lowering.emitter import Emitter
-from .lowering.functions import call_fields, output_segment, parameters_of, trimmed
+from .lowering.functions import call_fields, parameters_of, trimmed
 from .lowering.generation import prompt_segments
 from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
 from .lowering.statements import StatementLowerer, input_kind
 from .lowering.values import NULL, Value
+from .options import read_options
 from .syntax import can_jump, check_size, is_decorator, parse
 from .template import InputSlot, OutputSlot, parse_template
 
@@ -343,7 +344,8 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
                     message = f"two slots have the name `{slot}`: choose another name"
                     raise SourceNameError("language.undefined_name", message, position)
                 written.add(slot)
-                segments.append(output_segment(part, slot, {}))
+                read = read_options(part.options_with({}), position)
+                segments.append(Segment(output=slot, **read.output))
     _check_inputs(inputs, variables.keys() | written)
     fields = call_fields(outputs, {})
     emitter.add(GenerateNode(id=emitter.unique("template"), prompt=segments, **fields))

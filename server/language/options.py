@@ -65,6 +65,11 @@ class CallOptions(NamedTuple):
     """Kind of the value; `any` for a call without a constraint."""
     is_stream: bool
 
+    @property
+    def output_kind(self) -> Kind:
+        """The kind of an output of a prompt, which is a text unless a constraint says otherwise."""
+        return self.kind if "constraint" in self.output else "text"
+
 
 def read_options(options: dict[str, Json], place: Place) -> CallOptions:
     """Return the options of a call.

@@ -54,9 +54,27 @@ class OutputSlot(NamedTuple):
     options: dict[str, Json]
     """The same options as in a call of `gen`."""
     end: str
-    """The marker that follows the output in the context."""
+    """The marker at which the output ends, and that follows it in the context."""
     model: Json
     position: Position
+
+    def options_with(self, given: dict[str, Json]) -> dict[str, Json]:
+        """Return the options of the output, with its marker among the texts at which it ends.
+
+        Args:
+            given: options of the call, which replace those of the slot.
+
+        Raises:
+            SourceArgumentError: `language.argument`.
+        """
+        options = {**self.options, **given}
+        if self.end:
+            stop = options.get("stop") or []
+            if not isinstance(stop, str | list):
+                message = "`stop` is a text or a list of texts: write stop='...' or stop=['...']"
+                raise SourceArgumentError("language.argument", message, self.position)
+            options["stop"] = [self.end, *([stop] if isinstance(stop, str) else stop)]
+        return options
 
 
 Part: TypeAlias = str | InputSlot | OutputSlot
@@ -137,12 +155,6 @@ class _Template:
             raise SourceArgumentError("language.argument", message, position)
         for option in fields:
             check_slot_option(option, position)
-        if end:
-            stop = fields.get("stop") or []
-            if not isinstance(stop, str | list):
-                message = "`stop` is a text or a list of texts: write stop='...' or stop=['...']"
-                raise SourceArgumentError("language.argument", message, position)
-            fields["stop"] = [end, *([stop] if isinstance(stop, str) else stop)]
         return OutputSlot(name, fields, end, model, position)
 
     def _items(self, opening: int) -> tuple[list[tuple[int, str]], int]:

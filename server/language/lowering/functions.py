@@ -137,16 +137,17 @@ class FunctionInliner:
             message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
             raise SourceArgumentError("language.argument", message, position_of(definition))
         fields = call_fields(slots, options)
-        options.pop("model", None)
+        given = {name: value for name, value in options.items() if name != "model"}
         emitter = self._lowerer.emitter
         values = dict(arguments)
         segments: list[Segment] = []
         for part in trimmed(parts):
             if isinstance(part, OutputSlot):
                 name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
-                segments.append(output_segment(part, name, options))
-                emitter.count_texts({**options, **part.options})
-                values[part.name] = var(name, slot_kind(part, options))
+                read = read_options(part.options_with(given), part.position)
+                emitter.count_texts(part.options_with(given))
+                segments.append(Segment(output=name, **read.output))
+                values[part.name] = var(name, read.output_kind)
             else:
                 segments += self._segments(part, values)
         segments = joined_texts(segments)
@@ -164,7 +165,9 @@ class FunctionInliner:
                 raise SourceArgumentError("language.argument", message, position_of(keyword.value))
             if keyword.arg != "model":
                 check_slot_option(keyword.arg, keyword.value)
-            options[keyword.arg] = option_value(self._lowerer, keyword.arg, keyword.value, scope)
+            value = option_value(self._lowerer, keyword.arg, keyword.value, scope)
+            if value is not None:
+                options[keyword.arg] = value
         return options
 
     def _docstring(self, definition: ast.FunctionDef) -> str | None:
@@ -234,7 +237,7 @@ def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, 
     Raises:
         SourceArgumentError: `language.argument`, if two slots name different values.
     """
-    given = {name: options[name] for name in CALL_OPTIONS if options.get(name) is not None}
+    given = {name: options[name] for name in CALL_OPTIONS if name in options}
     found: dict[str, Json] = {}
     for slot in slots:
         for name, value in {**slot.options, "model": slot.model}.items():
@@ -270,22 +273,6 @@ def joined_texts(segments: list[Segment]) -> list[Segment]:
 def _may_have_control_tokens(segment: Segment) -> bool | None:
     """Return whether a literal text may have control tokens; None for any other segment."""
     return segment.special if isinstance(segment.text, str) else None
-
-
-def output_segment(slot: OutputSlot, variable: str, defaults: dict[str, Json]) -> Segment:
-    """Return the segment of an output.
-
-    Raises:
-        SourceArgumentError: `language.argument`.
-    """
-    read = read_options({**defaults, **slot.options}, slot.position)
-    return Segment(output=variable, **read.output)
-
-
-def slot_kind(slot: OutputSlot, defaults: dict[str, Json]) -> Any:
-    """Return the kind of an output's value."""
-    read = read_options({**defaults, **slot.options}, slot.position)
-    return read.kind if "constraint" in read.output else "text"
 
 
 def docstring_of(definition: ast.FunctionDef) -> str | None:

@@ -156,7 +156,7 @@ def lower_gen(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | No
     )
     if read.is_stream:
         return var(variable, "stream")
-    return var(variable, read.kind if "constraint" in read.output else "text")
+    return var(variable, read.output_kind)
 
 
 def _model(lowerer: Lowerer, node: ast.expr | None, scope: NameScope) -> dict[str, Any]:

@@ -413,6 +413,24 @@ def test_options_of_outputs_go_to_the_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("slot", "call", "expected"),
+    [
+        ("max_tokens=5", "max_tokens=9", {"max_tokens": 9}),
+        ("max_tokens=5, seed=1", "max_tokens=9", {"max_tokens": 9, "seed": 1}),
+        ("max_tokens=5", "max_tokens=None", {"max_tokens": 5}),
+        ("type=int", "type=bool", {"constraint": {"type": "bool"}}),
+        ("stop='a'", "stop=['b']", {"stop": ["b"]}),
+        ("end=<|e|>, stop='a'", "stop='b'", {"stop": ["<|e|>", "b"]}),
+    ],
+)
+def test_options_of_a_call_replace_those_of_slots(
+    slot: str, call: str, expected: dict[str, Any]
+) -> None:
+    nodes = nodes_of(f'def f():\n    """{{{{name=a, {slot}}}}}"""\nyield f({call})')
+    assert nodes["f"]["prompt"] == [{"output": "a", **expected}]
+
+
+@pytest.mark.parametrize(
     ("parameters", "arguments"), [("a: Output(type=int)", ""), ("a: Output", "type=int")]
 )
 def test_the_type_of_an_output_is_a_name(parameters: str, arguments: str) -> None:

@@ -85,9 +85,8 @@ def test_options_of_the_call_may_be_given_to_any_slot() -> None:
 
 
 def test_a_stop_that_is_null_is_not_given() -> None:
-    (slot, _) = parse_template("{{name=a, end=<|x|>, stop=null}}")
-    assert isinstance(slot, OutputSlot)
-    assert slot.options == {"stop": ["<|x|>"]}
+    node = compile_source("{{name=a, end=<|x|>, stop=null}}", "template").nodes[0]
+    assert msgspec.to_builtins(node)["prompt"] == [{"output": "a", "stop": ["<|x|>"]}]
 
 
 def test_odd_spellings_do_not_warn_the_server() -> None:
