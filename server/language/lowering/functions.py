@@ -38,9 +38,8 @@ class FunctionInliner:
         self._lowerer = lowerer
         self._run_body = run_body
         self._active: list[ast.FunctionDef] = []
-        self._docstrings: dict[ast.FunctionDef, str | None] = {}
-        """By function that was called; None if the function is not a semantic function."""
-        self._prompts: dict[ast.FunctionDef, list[Part]] = {}
+        self._prompts: dict[ast.FunctionDef, list[Part] | None] = {}
+        """The prompts of the functions that were called; None: not a semantic function."""
 
     def __call__(
         self, source: FunctionSource, node: ast.Call, scope: NameScope, hint: str | None
@@ -53,13 +52,13 @@ class FunctionInliner:
         definition = source.definition
         if definition in self._active or len(self._active) >= MAX_CALL_DEPTH:
             too_deep(node)
+        prompt = self._prompt(source)
         arguments, others = self._bind(source, node, scope)
         self._active.append(definition)
         try:
-            text = self._docstring(definition)
-            if text is not None:
+            if prompt is not None:
                 options = self._named_options(others, scope)
-                return self._call_semantic(source, text, arguments, options, node, hint)
+                return self._call_semantic(definition.name, prompt, arguments, options, hint)
             inner = scope.function(arguments)
             inner.result_hint = hint
             self._run_body(definition.body, inner)
@@ -107,7 +106,7 @@ class FunctionInliner:
         if missing:
             message = f"`{definition.name}` needs an argument `{missing[0]}`"
             raise SourceArgumentError("language.argument", message, position_of(node))
-        if others and self._docstring(definition) is None:
+        if others and self._prompt(source) is None:
             message = f"`{definition.name}` has no parameter `{others[0].arg}`"
             raise SourceArgumentError("language.argument", message, position_of(others[0].value))
         return {name: self._stored(name, value) for name, value in values.items()}, others
@@ -123,38 +122,33 @@ class FunctionInliner:
 
     def _call_semantic(
         self,
-        source: FunctionSource,
-        text: str,
+        name: str,
+        prompt: list[Part],
         arguments: dict[str, Value],
         options: dict[str, Json],
-        node: ast.Call,
         hint: str | None,
     ) -> Value:
-        definition = source.definition
-        parts = self._parts(source, text)
-        slots = [part for part in parts if isinstance(part, OutputSlot)]
-        if not slots:
-            message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
-            raise SourceArgumentError("language.argument", message, position_of(definition))
+        slots = [part for part in prompt if isinstance(part, OutputSlot)]
         fields = call_fields(slots, options)
         given = {name: value for name, value in options.items() if name != "model"}
         emitter = self._lowerer.emitter
         values = dict(arguments)
         segments: list[Segment] = []
-        for part in trimmed(parts):
+        for part in prompt:
             if isinstance(part, OutputSlot):
-                name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
-                read = read_options(part.options_with(given), part.position)
-                emitter.count_texts(part.options_with(given))
-                segments.append(Segment(output=name, **read.output))
-                values[part.name] = var(name, read.output_kind)
+                variable = hint if hint and len(slots) == 1 else emitter.unique(part.name)
+                slot_options = part.options_with(given)
+                emitter.count_texts(slot_options)
+                read = read_options(slot_options, part.position)
+                segments.append(Segment(output=variable, **read.output))
+                values[part.name] = var(variable, read.output_kind)
             else:
-                segments += self._segments(part, values)
+                segments += _input_segments(part, values)
         segments = joined_texts(segments)
         emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
-        name = emitter.unique(definition.name)
-        emitter.add(GenerateNode(id=name, prompt=segments, **(emitter.common() | fields)))
-        outputs = [values[name] for name in dict.fromkeys(slot.name for slot in slots)]
+        fields = emitter.common() | fields
+        emitter.add(GenerateNode(id=emitter.unique(name), prompt=segments, **fields))
+        outputs = [values[slot.name] for slot in slots]
         return outputs[0] if len(outputs) == 1 else Value([v.expression for v in outputs], "list")
 
     def _named_options(self, others: list[ast.keyword], scope: NameScope) -> dict[str, Json]:
@@ -170,31 +164,47 @@ class FunctionInliner:
                 options[keyword.arg] = value
         return options
 
-    def _docstring(self, definition: ast.FunctionDef) -> str | None:
-        if definition not in self._docstrings:
-            self._docstrings[definition] = docstring_of(definition)
-        return self._docstrings[definition]
+    def _prompt(self, source: FunctionSource) -> list[Part] | None:
+        """Return the prompt of a semantic function; None for any other function."""
+        definition = source.definition
+        if definition not in self._prompts:
+            text = docstring_of(definition)
+            self._prompts[definition] = None if text is None else self._parts(source, text)
+        return self._prompts[definition]
 
     def _parts(self, source: FunctionSource, text: str) -> list[Part]:
         """Return the prompt of a semantic function, with its output parameters as output slots.
 
-        The first slot of an output parameter is the output; further ones read it.
+        The first slot of an output parameter is the output; further ones read it. Text after the
+        last output is checked and left out.
         """
         definition = source.definition
-        parts = self._prompts.get(definition)
-        if parts is None:
-            parts = parse_template(text, Position(definition.lineno, 1))
-            self._prompts[definition] = parts
-        outputs = {each.arg: each for each in parameters_of(definition) if is_output(each)}
-        made: list[Part] = []
-        for part in parts:
+        parameters = parameters_of(definition)
+        outputs = {each.arg: each for each in parameters if is_output(each)}
+        names = {each.arg for each in parameters} - outputs.keys()
+        parts = parse_template(text, Position(definition.lineno, 1))
+        for index, part in enumerate(parts):
             if isinstance(part, InputSlot) and part.name in outputs:
                 part = self._output_slot(part, outputs.pop(part.name), source.scope)
-            made.append(part)
-        for name, parameter in outputs.items():
+                parts[index] = part
+            elif isinstance(part, InputSlot) and part.name not in names:
+                message = f"`{part.name}` is neither a parameter nor an output before this slot: "
+                message += "add it to the parameters, and pass its value in the call"
+                raise SourceNameError("language.undefined_name", message, part.position)
+            if isinstance(part, OutputSlot):
+                if part.name in names:
+                    message = f"a parameter or an output has the name `{part.name}` already: "
+                    message += "choose another name"
+                    raise SourceNameError("language.undefined_name", message, part.position)
+                names.add(part.name)
+        if outputs:
+            name, parameter = next(iter(outputs.items()))
             message = f"the text of `{definition.name}` has no slot {{{{{name}}}}} for this output"
             raise SourceArgumentError("language.argument", message, position_of(parameter))
-        return made
+        if not any(isinstance(part, OutputSlot) for part in parts):
+            message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
+            raise SourceArgumentError("language.argument", message, position_of(definition))
+        return trimmed(parts)
 
     def _output_slot(self, slot: InputSlot, parameter: ast.arg, scope: NameScope) -> OutputSlot:
         """Return the output that `{{name}}` means if the parameter is annotated as `Output`."""
@@ -205,26 +215,23 @@ class FunctionInliner:
                 place = position_of(parameter.annotation)
                 raise SourceArgumentError("language.argument", message, place)
             options = self._named_options(parameter.annotation.keywords, scope)
-        return OutputSlot(slot.name, options, "", options.pop("model", None), slot.position)
-
-    def _segments(self, part: str | InputSlot, values: dict[str, Value]) -> list[Segment]:
-        if isinstance(part, str):
-            return prompt_segments(part)
-        if part.name not in values:
-            message = (
-                f"`{part.name}` is neither a parameter nor an output before this slot: add it "
-            )
-            message += "to the parameters, and pass its value in the call"
-            raise SourceNameError("language.undefined_name", message, part.position)
-        text = as_text(values[part.name])
-        # Without `special`: the text of an argument cannot contain control tokens.
-        return [
-            segment if segment.text is UNSET else Segment(text=segment.text)
-            for segment in prompt_segments(text)
-        ]
+        model = options.pop("model", None)
+        return OutputSlot(slot.name, options, "", model, slot.position)
 
 
-# --- templates --------------------------------------------------------------------------------
+# --- prompts ----------------------------------------------------------------------------------
+
+
+def _input_segments(part: str | InputSlot, values: dict[str, Value]) -> list[Segment]:
+    """Return the segments of literal text, or of an argument or output that a slot inserts."""
+    if isinstance(part, str):
+        return prompt_segments(part)
+    text = as_text(values[part.name])
+    # Without `special`: the text of an argument cannot contain control tokens.
+    return [
+        segment if segment.text is UNSET else Segment(text=segment.text)
+        for segment in prompt_segments(text)
+    ]
 
 
 def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, Any]:
@@ -253,7 +260,7 @@ def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, 
 
 
 def trimmed(parts: list[Part]) -> list[Part]:
-    """Return the parts up to the last output: text after it would have no reader."""
+    """Return the parts up to the last output. No output depends on text after it."""
     last = max((i for i, part in enumerate(parts) if isinstance(part, OutputSlot)), default=-1)
     return parts[: last + 1]
 

@@ -378,6 +378,10 @@ yield {'code': code, 'test': test}
         ("code: Output(**{'max_tokens': 9})", "{{code}}", "`**` is not allowed"),
         ("code: Output", "{{name=a}}", "the text of `f` has no slot {{code}}"),
         ("", "{{name=a, model='x'}} {{name=b, model='y'}}", "one context has one `model`"),
+        ("", "{{name=a}} {{typo}}", "`typo` is neither a parameter nor an output"),
+        ("", "{{name=a}} {{name=a}}", "a parameter or an output has the name `a` already"),
+        ("a: Output", "{{a}} {{name=a}}", "a parameter or an output has the name `a` already"),
+        ("a=1", "{{a}} {{name=a}}", "a parameter or an output has the name `a` already"),
     ],
 )
 def test_wrong_outputs_of_a_function_are_refused(parameters: str, text: str, words: str) -> None:
