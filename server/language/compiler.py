@@ -39,7 +39,7 @@ from .errors import (
 )
 from .lowering.blocks import LoopReads
 from .lowering.emitter import Emitter
-from .lowering.functions import call_fields, parameters_of, trimmed
+from .lowering.functions import call_fields, parameters_of, up_to_last_output
 from .lowering.generation import prompt_segments
 from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
@@ -328,7 +328,7 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
     segments: list[Segment] = []
     variables: dict[str, Variable] = {}
     written: set[str] = set()
-    for part in trimmed(parts):
+    for part in up_to_last_output(parts):
         match part:
             case str():
                 segments += prompt_segments(part)

@@ -74,35 +74,14 @@ class FunctionInliner:
     ) -> tuple[dict[str, Value], list[ast.keyword]]:
         """Return the arguments by parameter, and the named arguments that are not parameters."""
         definition = source.definition
-        by_name = set(definition.args.kwonlyargs)
-        parameters = [each for each in parameters_of(definition) if not is_output(each)]
-        names = [each.arg for each in parameters if each not in definition.args.posonlyargs]
-        positional = [each.arg for each in parameters if each not in by_name]
-        if len(node.args) > len(positional):
-            unit = "positional argument" if by_name else "argument"
-            counted = f"{len(positional)} {unit}{'' if len(positional) == 1 else 's'}"
-            message = f"`{definition.name}` takes {counted}, got {len(node.args)}"
-            raise SourceArgumentError("language.argument", message, position_of(node))
-        given: dict[str, ast.expr] = dict(zip(positional, node.args, strict=False))
-        others: list[ast.keyword] = []
-        for keyword in node.keywords:
-            if keyword.arg is None or keyword.arg in given:
-                message = (
-                    f"`{keyword.arg}` is given twice" if keyword.arg else "`**` is not allowed"
-                )
-                raise SourceArgumentError("language.argument", message, position_of(keyword.value))
-            if keyword.arg in names:
-                given[keyword.arg] = keyword.value
-            else:
-                others.append(keyword)
+        parameters = [each.arg for each in parameters_of(definition) if not is_output(each)]
+        given, others = _given_arguments(definition, parameters, node)
         values = {name: self._lowerer.lower(each, scope) for name, each in given.items()}
-        missing = [each.arg for each in parameters if each.arg not in values]
         for name, default in _defaults(definition).items():
-            if name in missing:
-                known = source.scope
-                constant = self._lowerer.constant(default, known, f"the default of `{name}`")
-                values[name] = _literal(constant)
-                missing.remove(name)
+            if name in parameters and name not in values:
+                what = f"the default of `{name}`"
+                values[name] = _literal(self._lowerer.constant(default, source.scope, what))
+        missing = [name for name in parameters if name not in values]
         if missing:
             message = f"`{definition.name}` needs an argument `{missing[0]}`"
             raise SourceArgumentError("language.argument", message, position_of(node))
@@ -144,7 +123,7 @@ class FunctionInliner:
                 values[part.name] = var(variable, read.output_kind)
             else:
                 segments += _input_segments(part, values)
-        segments = joined_texts(segments)
+        segments = _join_texts(segments)
         emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
         fields = emitter.common() | fields
         emitter.add(GenerateNode(id=emitter.unique(name), prompt=segments, **fields))
@@ -204,7 +183,7 @@ class FunctionInliner:
         if not any(isinstance(part, OutputSlot) for part in parts):
             message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
             raise SourceArgumentError("language.argument", message, position_of(definition))
-        return trimmed(parts)
+        return up_to_last_output(parts)
 
     def _output_slot(self, slot: InputSlot, parameter: ast.arg, scope: NameScope) -> OutputSlot:
         """Return the output that `{{name}}` means if the parameter is annotated as `Output`."""
@@ -217,6 +196,39 @@ class FunctionInliner:
             options = self._named_options(parameter.annotation.keywords, scope)
         model = options.pop("model", None)
         return OutputSlot(slot.name, options, "", model, slot.position)
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+def _given_arguments(
+    definition: ast.FunctionDef, parameters: list[str], node: ast.Call
+) -> tuple[dict[str, ast.expr], list[ast.keyword]]:
+    """Return the arguments of a call by parameter, and those whose names are not parameters."""
+    positional_only = {each.arg for each in definition.args.posonlyargs}
+    keyword_only = {each.arg for each in definition.args.kwonlyargs}
+    positional = [name for name in parameters if name not in keyword_only]
+    if len(node.args) > len(positional):
+        unit = "positional argument" if keyword_only else "argument"
+        counted = f"{len(positional)} {unit}{'' if len(positional) == 1 else 's'}"
+        message = f"`{definition.name}` takes {counted}, got {len(node.args)}"
+        raise SourceArgumentError("language.argument", message, position_of(node))
+    given: dict[str, ast.expr] = dict(zip(positional, node.args, strict=False))
+    others: list[ast.keyword] = []
+    for keyword in node.keywords:
+        name = keyword.arg
+        if name is None or name in given or name in positional_only:
+            message = f"`{name}` cannot be named in a call: write its value alone"
+            if name is None:
+                message = "`**` is not allowed"
+            elif name in given:
+                message = f"`{name}` is given twice"
+            raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+        if name in parameters:
+            given[name] = keyword.value
+        else:
+            others.append(keyword)
+    return given, others
 
 
 # --- prompts ----------------------------------------------------------------------------------
@@ -235,7 +247,7 @@ def _input_segments(part: str | InputSlot, values: dict[str, Value]) -> list[Seg
 
 
 def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, Any]:
-    """Return the fields of the node of one call that its slots name, such as the model.
+    """Return the model, timeout, retries and priority of a node that its call or its slots give.
 
     Args:
         slots: the outputs of the call.
@@ -259,17 +271,17 @@ def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, 
     return fields if model in (None, "default") else {"model": model, **fields}
 
 
-def trimmed(parts: list[Part]) -> list[Part]:
+def up_to_last_output(parts: list[Part]) -> list[Part]:
     """Return the parts up to the last output. No output depends on text after it."""
     last = max((i for i, part in enumerate(parts) if isinstance(part, OutputSlot)), default=-1)
     return parts[: last + 1]
 
 
-def joined_texts(segments: list[Segment]) -> list[Segment]:
+def _join_texts(segments: list[Segment]) -> list[Segment]:
     """Join adjacent literal texts if both or neither may have control tokens."""
     joined: list[Segment] = []
     for is_special, run in itertools.groupby(segments, _may_have_control_tokens):
-        if is_special is None:
+        if is_special is None:  # no literal texts
             joined += run
         else:
             text = "".join(each.text for each in run if isinstance(each.text, str))
@@ -286,13 +298,14 @@ def docstring_of(definition: ast.FunctionDef) -> str | None:
     """Return the docstring of a function whose body is nothing else."""
     match definition.body:
         case [ast.Expr(value=ast.Constant(value=str(text)))]:
-            return _dedented(text)
+            return _dedent(text)
         case _:
             return None
 
 
-def _dedented(text: str) -> str:
+def _dedent(text: str) -> str:
     """Remove the indentation that all lines but the first share, and blank ends."""
+    # Not `inspect.cleandoc`, which replaces the tabs of a prompt.
     lines = text.split("\n")
     widths = [len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()]
     width = min(widths, default=0)

@@ -394,7 +394,11 @@ def test_wrong_outputs_of_a_function_are_refused(parameters: str, text: str, wor
     [
         ("x", "'a', 'b'", "`f` takes 1 argument, got 2"),
         ("x, *, y", "'a', 'b'", "`f` takes 1 positional argument, got 2"),
-        ("x, /", "x='a'", "`f` needs an argument `x`"),
+        ("x, /", "", "`f` needs an argument `x`"),
+        ("x, /", "x='a'", "`x` cannot be named in a call"),
+        ("x", "'a', x='b'", "`x` is given twice"),
+        ("x", "'a', y='b'", "`f` has no parameter `y`"),
+        ("x", "**{'x': 'a'}", "`**` is not allowed"),
     ],
 )
 def test_wrong_arguments_of_a_function_are_refused(
