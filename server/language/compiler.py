@@ -177,7 +177,7 @@ def _returned(emitter: Emitter, scope: NameScope, result: Value) -> list[str]:
 
 def _named_result(emitter: Emitter, scope: NameScope, result: Value) -> str:
     name = scope.result_variable()
-    emitter.expr(result.expression, name, result.kind, is_named=True)
+    emitter.expr(result.expression, name, is_named=True)
     return name
 
 

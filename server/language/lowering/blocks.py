@@ -113,7 +113,7 @@ def merge_branches(
         merges[variable] = []
         for branch, value in zip(branches, values, strict=True):
             with emitter.inside(branch.block):
-                merges[variable].append(emitter.materialized(value, name.strip("%")))
+                merges[variable].append(emitter.variable_of(value, name.strip("%")))
         kind = common_kind([value.kind for value in values])
         is_answer = all(value.is_answer for value in values)
         scope.bind(name, Value({"var": variable}, kind, is_answer=is_answer))
@@ -152,7 +152,7 @@ def _result_of(emitter: Emitter, branch: Branch, name: str) -> str:
     """Return the variable that a name has at the end of a branch."""
     found = branch.scope.bound(name)
     if isinstance(found, Value):
-        return emitter.materialized(found, name)
+        return emitter.variable_of(found, name)
     return branch.scope.yielded.get(name) or emitter.absent(name)
 
 

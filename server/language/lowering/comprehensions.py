@@ -50,7 +50,7 @@ class ComprehensionLowerer:
         for side in (node.body, node.orelse):
             with emitter.body() as (block, flow):
                 value = self._lowerer.lower(side, scope)
-                names.append(emitter.materialized(value, "side"))
+                names.append(emitter.variable_of(value, "side"))
                 kinds.append(value.kind)
             bodies.append(block)
             flows.append(flow)
@@ -171,7 +171,7 @@ class ComprehensionLowerer:
         inner, item_name, index_name = self._bound(names, scope)
         with emitter.body(is_ordered=False) as (body, flow):
             element = self._lowerer.lower(node, inner)
-            collected = emitter.materialized(element, "element")
+            collected = emitter.variable_of(element, "element")
         if flow.has_effects:
             message = "a function in a comprehension cannot `yield`, `kill` or wait: its items run "
             message += "in parallel; write a `for` loop"

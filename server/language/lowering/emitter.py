@@ -1,7 +1,7 @@
 """Creation of nodes: unique names, the block that a node belongs to, and its place in the order.
 
-A *flow* is the control flow of one job within one block. It records which nodes a call, and which
-nodes a `yield`, `kill` or `wait`, must run after.
+A *flow* is the control flow of one job within one block. It records the nodes after which a call
+runs (`barriers`), and those after which a `yield` or `kill` runs, too (`last_effects`).
 
 Invariants: names are unique in the program, and at most MAX_COMPILED_NODES nodes are made.
 """
@@ -12,13 +12,12 @@ import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from ...program.content import Expression, Json
 from ...program.ir import ExprNode, Job, Node
 from ..errors import Place, Position, SourceTooLargeError
-from ..options import Kind
-from .values import Value, var
+from .values import Value
 
 MAX_COMPILED_NODES = 10_000
 MAX_LOWERED = 40_000
@@ -40,17 +39,18 @@ _START = re.compile(r"[A-Za-z_]")
 class Flow:
     """The control flow of one job within one block."""
 
-    __slots__ = ("barriers", "has_effects", "has_waits", "job", "last")
+    __slots__ = ("barriers", "has_effects", "has_waits", "job", "last_effects")
 
-    def __init__(self, job: str, barriers: tuple[str, ...], last: tuple[str, ...]) -> None:
+    def __init__(self, job: str, barriers: tuple[str, ...], last_effects: tuple[str, ...]) -> None:
         self.job = job
         self.barriers = barriers
         """Nodes that every later node runs after: explicit waits."""
-        self.last = last
-        """Nodes that the next `yield`, `kill` or `wait` runs after."""
+        self.last_effects = last_effects
+        """Nodes that the next `yield` or `kill` runs after, besides the barriers."""
         self.has_effects = False
         """Whether the block has a `yield`, `kill` or `wait`."""
         self.has_waits = False
+        """Whether the block has a `wait`."""
 
 
 class Emitter:
@@ -71,8 +71,8 @@ class Emitter:
         self.outputs: dict[str, None] = {}
         """Variables that `yield` and `return` read outside of bodies."""
         self.has_results = False
-        self.made: set[str] = set()
-        """The ids of all nodes. A node with one variable has its name as id."""
+        self.node_ids: set[str] = set()
+        """The ids of all nodes. A node that writes one variable has the variable's name as id."""
         self._taken: set[str] = set()
         self._next_suffix: dict[str, int] = {}
         self._num_nodes = 0
@@ -110,9 +110,9 @@ class Emitter:
         """
         self._num_nodes += 1
         if self._num_nodes > MAX_COMPILED_NODES:
-            raise self.too_large(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
+            self._refuse(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
         self.block.append(node)
-        self.made.add(node.id)
+        self.node_ids.add(node.id)
 
     def count_work(self) -> None:
         """Count the lowering of one expression.
@@ -123,7 +123,7 @@ class Emitter:
         self._num_lowered += 1
         if self._num_lowered > MAX_LOWERED:
             advice = "call fewer functions, or assign parts of expressions to names"
-            raise self.too_large(f"more than {MAX_LOWERED:,} expressions: {advice}")
+            self._refuse(f"more than {MAX_LOWERED:,} expressions: {advice}")
 
     def count_repetition(self, expression: Expression) -> None:
         """Count an expression that is used a second time, with all its parts.
@@ -151,15 +151,14 @@ class Emitter:
         """
         self._num_characters += length
         if self._num_characters > MAX_COMPILED_CHARACTERS:
-            raise self.too_large("more than 4 MiB of text: assign repeated text to a name")
+            self._refuse("more than 4 MiB of text: assign repeated text to a name")
 
-    def too_large(self, what: str) -> SourceTooLargeError:
-        """Return the error of a program that is too large."""
+    def _refuse(self, what: str) -> NoReturn:
         message = f"the program would have {what}"
-        return SourceTooLargeError("language.too_large", message, self.place)
+        raise SourceTooLargeError("language.too_large", message, self.place)
 
     def common(self, *, is_ordered: bool = False) -> dict[str, Any]:
-        """Return the fields `job`, `after` and `meta` of a node at this point.
+        """Return the fields `job`, `after`, `priority` and `meta` of a node at this point.
 
         Args:
             is_ordered: the node is a `yield` or `kill`.
@@ -168,7 +167,7 @@ class Emitter:
         fields: dict[str, Any] = {"meta": {"line": self.place.lineno}}
         if flow.job != "main":
             fields["job"] = flow.job
-        after = flow.barriers + flow.last if is_ordered else flow.barriers
+        after = flow.barriers + flow.last_effects if is_ordered else flow.barriers
         if after:
             fields["after"] = list(dict.fromkeys(after))
         if self.priority:
@@ -177,35 +176,29 @@ class Emitter:
 
     def mark_ordered(self, node_id: str) -> None:
         """Order later `yield`s and `kill`s after a `yield` or `kill`."""
-        self.flow.last = (node_id,)
+        self.flow.last_effects = (node_id,)
         self.flow.has_effects = True
 
     def mark_wait(self, node_id: str) -> None:
         """Run all later nodes of the flow after a `wait`."""
         flow = self.flow
         flow.barriers = (node_id,)
-        flow.last = (*flow.last, node_id)
-        if len(flow.last) > MAX_LAST_NODES:
-            flow.last = (self.joined(flow.last),)
+        flow.last_effects = self._joined_if_many((*flow.last_effects, node_id))
         flow.has_effects = flow.has_waits = True
 
     def mark_control(self, node_id: str, bodies: list[Flow]) -> None:
         """Order later nodes after a node whose bodies have `yield`s, `kill`s or `wait`s."""
         flow = self.flow
-        has_effects = has_waits = False
-        for body in bodies:
-            has_effects = has_effects or body.has_effects
-            has_waits = has_waits or body.has_waits
-        if has_effects:
+        if any(body.has_effects for body in bodies):
             flow.has_effects = True
-            flow.last = (*flow.last, node_id)
-            if len(flow.last) > MAX_LAST_NODES:
-                flow.last = (self.joined(flow.last),)
-        if has_waits:
+            flow.last_effects = self._joined_if_many((*flow.last_effects, node_id))
+        if any(body.has_waits for body in bodies):
             flow.has_waits = True
-            flow.barriers = (*flow.barriers, node_id)
-            if len(flow.barriers) > MAX_LAST_NODES:
-                flow.barriers = (self.joined(flow.barriers),)
+            flow.barriers = self._joined_if_many((*flow.barriers, node_id))
+
+    def _joined_if_many(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return nodes that `after` will list, or the one node that joins them."""
+        return (self.joined(nodes),) if len(nodes) > MAX_LAST_NODES else nodes
 
     def joined(self, nodes: tuple[str, ...]) -> str:
         """Add a node that ends after other nodes have ended."""
@@ -220,21 +213,18 @@ class Emitter:
         self.add(ExprNode(id=name, expr=None, output=name, **fields))
         return name
 
-    def expr(
-        self, expression: Expression, hint: str, kind: Kind = "any", *, is_named: bool = False
-    ) -> Value:
-        """Add a node that computes an expression; return its variable.
+    def expr(self, expression: Expression, hint: str, *, is_named: bool = False) -> str:
+        """Add a node that computes an expression, and return its variable.
 
         Args:
             expression: what to compute.
             hint: the name of the variable, if it is free.
-            kind: kind of the value.
             is_named: `hint` is a name that `unique` or `reserve` made.
         """
         name = hint if is_named else self.unique(hint)
         fields = self.common()
         self.add(ExprNode(id=name, expr=expression, output=name, **fields))
-        return var(name, kind)
+        return name
 
     def absent(self, hint: str) -> str:
         """Add a variable that never has a value, and return it."""
@@ -242,9 +232,9 @@ class Emitter:
         self.add(ExprNode(id=name, expr=None, output=name, when=False, **self.common()))
         return name
 
-    def materialized(self, value: Value, hint: str) -> str:
-        """Return a variable with the value; create one for any other expression."""
-        return value.variable or self.expr(value.expression, hint, value.kind).expression["var"]
+    def variable_of(self, value: Value, hint: str) -> str:
+        """Return the variable of a value; create one for any other expression."""
+        return value.variable or self.expr(value.expression, hint)
 
     # --- blocks ---------------------------------------------------------------------------
 
@@ -289,8 +279,8 @@ def _parts(value: Json) -> Iterator[Json]:
             stack += part.values()
 
 
-# Classes, because every `if` and every job enters such a context, and one that is written as a
-# generator costs several times as much.
+# Classes, because every `if` and every job enters such a context: as generators, the contexts take
+# 5 % of the compilation of a program of jobs with branches.
 
 
 class _BodyContext:
@@ -305,8 +295,8 @@ class _BodyContext:
     def __enter__(self) -> tuple[list[Node], Flow]:
         emitter = self._emitter
         self._block, self._flow = emitter.block, emitter.flow
-        last = self._flow.last if self._is_ordered else ()
-        emitter.block, emitter.flow = [], Flow(self._flow.job, (), last)
+        last_effects = self._flow.last_effects if self._is_ordered else ()
+        emitter.block, emitter.flow = [], Flow(self._flow.job, (), last_effects)
         emitter.depth += 1
         return emitter.block, emitter.flow
 
@@ -327,7 +317,7 @@ class _JobContext:
 
     def __enter__(self) -> None:
         self._outer = self._emitter.flow
-        self._emitter.flow = Flow(self._name, self._outer.barriers, self._outer.last)
+        self._emitter.flow = Flow(self._name, self._outer.barriers, self._outer.last_effects)
 
     def __exit__(self, *_: object) -> None:
         inner = self._emitter.flow

@@ -94,8 +94,8 @@ class FunctionInliner:
         """Return an argument that is computed once, however often the body reads it."""
         if value.is_inline or self._lowerer.is_pure:
             return value
-        made = self._lowerer.emitter.expr(value.expression, name, value.kind)
-        return Value(made.expression, made.kind, value.expression)
+        variable = self._lowerer.emitter.expr(value.expression, name)
+        return Value({"var": variable}, value.kind, value.expression)
 
     # --- semantic functions ---------------------------------------------------------------
 

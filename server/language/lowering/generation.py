@@ -205,7 +205,7 @@ def messages_of(lowerer: Lowerer, value: Value, place: Place) -> list[Message]:
         if isinstance(part, dict) and "object" in part and _is_plain(part["object"]):
             messages.append(_message(part["object"], lowerer))
         elif isinstance(part, dict):
-            name = part.get("var") or lowerer.emitter.expr(part, "messages").expression["var"]
+            name = part.get("var") or lowerer.emitter.expr(part, "messages")
             messages.append(Message(splice=name))
         else:
             message = "an element of a list of messages must be a message: write user('...')"

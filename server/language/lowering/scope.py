@@ -326,7 +326,7 @@ class NameScope:
     @property
     def result_name(self) -> str | None:
         """The name that is kept for what the main program returns, if it is free."""
-        return "result" if self._has_result and "result" not in self.emitter.made else None
+        return "result" if self._has_result and "result" not in self.emitter.node_ids else None
 
     def result_variable(self) -> str:
         """Create the variable of a returned value, and return it."""
@@ -371,9 +371,9 @@ class NameScope:
                 self.bind(name, value)
                 return
         variable = variable or self.version(name)
-        made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
+        self.emitter.expr(value.expression, variable, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bind(name, Value(made.expression, made.kind, definition, value.is_answer))
+        self.bind(name, Value({"var": variable}, value.kind, definition, value.is_answer))
 
     def _needs_own(self, value: Value, variable: str | None) -> bool:
         """Whether a value is copied to the new variable although it has a variable already.

@@ -30,7 +30,7 @@ from .expressions import ExpressionLowerer
 from .functions import FunctionInliner
 from .interfaces import Signatures
 from .scope import BREAK, RETURN, FunctionSource, JobHandle, NameScope
-from .values import NULL, Value
+from .values import NULL, Value, var
 
 _NODE_MAKERS: Final[frozenset[type[ast.expr]]] = frozenset({ast.Call, ast.IfExp, ast.ListComp})
 """Expressions that make a node, or may make one."""
@@ -157,7 +157,7 @@ class StatementLowerer:
         if is_named or value.kind == "stream":
             return value
         name = scope.result_variable()
-        return self.emitter.expr(value.expression, name, value.kind, is_named=True)
+        return var(self.emitter.expr(value.expression, name, is_named=True), value.kind)
 
     # --- assignments ----------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class StatementLowerer:
         if isinstance(items, list):  # of a function
             _check_count(names, items, node)
         else:
-            base = {"var": self.emitter.materialized(value, "parts")}
+            base = {"var": self.emitter.variable_of(value, "parts")}
             items = [{"get": [base, index]} for index in range(len(names))]
         for name, item in zip(names, items, strict=True):
             scope.assign(name, Value(item), scope.version(name))
