@@ -61,6 +61,10 @@ class RegexError(ValueError):
     """The pattern is malformed, too large, or needs more than linear time."""
 
 
+class MissingRegexLibraryError(RegexError, ModuleNotFoundError):
+    """RE2 is not installed."""
+
+
 class LinearRegex:
     """A compiled pattern; use `compile_regex`."""
 
@@ -143,11 +147,14 @@ def compile_regex(pattern: str) -> LinearRegex:
     """Return a compiled pattern.
 
     Raises:
-        RegexError: if the pattern is not in the subset or too large, or if RE2 is missing.
+        RegexError: if the pattern is not in the subset or too large.
+        MissingRegexLibraryError: if RE2 is missing.
     """
     re2 = _load_re2()
     if re2 is None:
-        raise RegexError("`find` needs google-re2: install conure[server]")
+        raise MissingRegexLibraryError(
+            "regular expressions need google-re2: install conure[server]"
+        )
     return LinearRegex(pattern, re2)
 
 

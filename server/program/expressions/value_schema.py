@@ -11,8 +11,9 @@ Invariant: a value is checked against a checked schema within `MAX_STEPS`, or re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeAlias
+import operator
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ..content import Json
 from ..errors import ExpressionError, ProgramError
@@ -21,33 +22,30 @@ from .regex import RegexError, check_pattern, compile_regex
 from .values import equal, has_type, kind_of
 
 MAX_STEPS = 500_000
-"""Parts of the value times parts of the schema."""
+"""Visits of a part of the value by a part of the schema in one check, and what comparisons and
+patterns cost."""
 MAX_DEPTH = 32
+MAX_SHOWN = 80
+"""Characters of an argument in a message."""
 
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "$schema"})
 BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
-    "minimum": lambda value, bound: value >= bound,
-    "maximum": lambda value, bound: value <= bound,
-    "exclusiveMinimum": lambda value, bound: value > bound,
-    "exclusiveMaximum": lambda value, bound: value < bound,
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
 }
-SIZES: dict[str, tuple[type, Callable[[int, int], bool]]] = {
-    "minLength": (str, lambda size, bound: size >= bound),
-    "maxLength": (str, lambda size, bound: size <= bound),
-    "minItems": (list, lambda size, bound: size >= bound),
-    "maxItems": (list, lambda size, bound: size <= bound),
-    "minProperties": (dict, lambda size, bound: size >= bound),
-    "maxProperties": (dict, lambda size, bound: size <= bound),
+SIZES: dict[str, tuple[type[Sized], Callable[[Any, Any], bool]]] = {
+    "minLength": (str, operator.ge),
+    "maxLength": (str, operator.le),
+    "minItems": (list, operator.ge),
+    "maxItems": (list, operator.le),
+    "minProperties": (dict, operator.ge),
+    "maxProperties": (dict, operator.le),
 }
 SCHEMAS = ("items", "additionalProperties", "not")
 LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
-KEYWORDS = frozenset(
-    {"type", "enum", "const", "required", "properties", "pattern"}
-    | BOUNDS.keys()
-    | SIZES.keys()
-    | {*SCHEMAS, *LISTS_OF_SCHEMAS}
-)
 
 Schema: TypeAlias = dict[str, Json] | bool
 
@@ -66,12 +64,14 @@ def check_schema(schema: Json, path: str, depth: int = 0) -> None:
         _refuse(f"a schema can be nested at most {MAX_DEPTH} levels deep", path)
     for keyword, argument in schema.items():
         here = f"{path}.{keyword}"
-        if keyword not in KEYWORDS | ANNOTATIONS:
+        if keyword in _ARGUMENTS:
+            is_valid, expected = _ARGUMENTS[keyword]
+            if not is_valid(argument):
+                shown = repr(argument)[:MAX_SHOWN]
+                _refuse(f"`{keyword}` must be {expected}, got {shown}", here)
+        elif keyword not in KEYWORDS and keyword not in ANNOTATIONS:
             known = ", ".join(sorted(KEYWORDS))
             _refuse(f"`{keyword}` cannot be checked for variables; known keywords: {known}", here)
-        expected = _expected_argument(keyword, argument)
-        if expected:
-            _refuse(f"`{keyword}` must be {expected}, got {kind_of(argument)}", here)
         if keyword == "pattern":
             try:
                 check_pattern(argument)
@@ -82,7 +82,11 @@ def check_schema(schema: Json, path: str, depth: int = 0) -> None:
 
 
 def find_violation(value: Json, schema: Schema) -> str | None:
-    """Return what is wrong with a value, with its path; None if it matches a checked schema."""
+    """Return the first violation of a checked schema, with its path; None if the value matches.
+
+    Raises:
+        MissingRegexLibraryError: if a text has to match a pattern and RE2 is missing.
+    """
     try:
         return _Check().run(value, schema, "")
     except ExpressionError as error:
@@ -90,38 +94,16 @@ def find_violation(value: Json, schema: Schema) -> str | None:
 
 
 def find_mismatch(value: Json, variable: Variable) -> str | None:
-    """Return why a value does not fit the declaration of its variable; None if it does."""
+    """Return why a value does not fit the declaration of its variable; None if it does.
+
+    The subject of the returned sentence, the variable, is left out.
+    """
     if not has_type(value, variable.type):
         return f"is declared as {variable.type}, got {kind_of(value)}"
     if variable.schema is None:
         return None
     violation = find_violation(value, variable.schema)
     return None if violation is None else f"does not match its schema: {violation}"
-
-
-def _expected_argument(keyword: str, argument: Json) -> str | None:
-    """Return what the argument of a keyword must be, if it is something else."""
-    is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
-    is_list = isinstance(argument, list)
-    if keyword == "type":
-        names = argument if is_list else [argument]
-        is_known = bool(names) and all(name in TYPES for name in names)
-        return None if is_known else f"one of {', '.join(TYPES)}, or a list of them"
-    if keyword in SIZES:
-        is_size = is_number and isinstance(argument, int) and argument >= 0
-        return None if is_size else "a number from 0"
-    if keyword in BOUNDS:
-        return None if is_number else "a number"
-    if keyword == "pattern":
-        return None if isinstance(argument, str) else "a string"
-    if keyword == "required":
-        is_names = is_list and all(isinstance(name, str) for name in argument)
-        return None if is_names else "a list of strings"
-    if keyword == "enum" or keyword in LISTS_OF_SCHEMAS:
-        return None if argument and is_list else "a list that is not empty"
-    if keyword == "properties":
-        return None if isinstance(argument, dict) else "an object of schemas"
-    return None
 
 
 def _inner_schemas(schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
@@ -154,29 +136,63 @@ def _is_type(value: Json, name: str) -> bool:
             return kind == name
 
 
+def _are_types(argument: Json) -> bool:
+    names = argument if isinstance(argument, list) else [argument]
+    return bool(names) and all(name in TYPES for name in names)
+
+
+def _is_size(argument: Json) -> bool:
+    return _is_type(argument, "integer") and argument >= 0
+
+
+def _are_names(argument: Json) -> bool:
+    return isinstance(argument, list) and all(isinstance(each, str) for each in argument)
+
+
+def _is_filled_list(argument: Json) -> bool:
+    return isinstance(argument, list) and bool(argument)
+
+
+_ARGUMENTS: Final[dict[str, tuple[Callable[[Json], bool], str]]] = {
+    "type": (_are_types, f"one of {', '.join(TYPES)}, or a list of them"),
+    "pattern": (lambda argument: isinstance(argument, str), "a string"),
+    "properties": (lambda argument: isinstance(argument, dict), "an object of schemas"),
+    "required": (_are_names, "a list of strings"),
+    "enum": (_is_filled_list, "a list that is not empty"),
+    **dict.fromkeys(LISTS_OF_SCHEMAS, (_is_filled_list, "a list that is not empty")),
+    **dict.fromkeys(SIZES, (_is_size, "an integer from 0")),
+    **dict.fromkeys(BOUNDS, (lambda argument: _is_type(argument, "number"), "a number")),
+}
+"""What the arguments of keywords must be, other than values and schemas."""
+KEYWORDS: Final = frozenset({"const", *SCHEMAS, *_ARGUMENTS})
+
+
+def _where(path: str) -> str:
+    return path or "the value"
+
+
 class _Check:
-    """The check of one value; counts its steps."""
+    """The check of one value, within MAX_STEPS."""
 
     def __init__(self) -> None:
-        self._steps = MAX_STEPS
+        self._steps_left = MAX_STEPS
 
     def run(self, value: Json, schema: Schema, path: str) -> str | None:
         """Return the first violation in a value."""
         self._spend(1)
         if schema is True:
             return None
-        where = path or "the value"
         if schema is False:
-            return f"{where} is not allowed"
+            return f"{_where(path)} is not allowed"
         return (
-            self._own(value, schema, where)
+            self._own(value, schema, _where(path))
             or self._combined(value, schema, path)
             or self._children(value, schema, path)
         )
 
     def _spend(self, steps: int) -> None:
-        self._steps -= steps
-        if self._steps < 0:
+        self._steps_left -= steps
+        if self._steps_left < 0:
             raise ExpressionError("expr.size", "the value is too large to be checked by a schema")
 
     def _own(self, value: Json, schema: dict[str, Json], where: str) -> str | None:
@@ -190,39 +206,35 @@ class _Check:
             return f"{where} is not the constant of its schema"
         if "enum" in schema and not any(equal(value, each, self._spend) for each in schema["enum"]):
             return f"{where} is not one of the {len(schema['enum'])} values of its schema"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        for keyword in BOUNDS.keys() & schema.keys() if is_number else ():
-            if not BOUNDS[keyword](value, schema[keyword]):
-                return f"{where} is {value}, against `{keyword}` {schema[keyword]}"
-        for keyword in SIZES.keys() & schema.keys():
-            kind, fits = SIZES[keyword]
-            size = len(value) if isinstance(value, str | list | dict) else 0
-            if isinstance(value, kind) and not fits(size, schema[keyword]):
-                return f"{where} has length {size}, against `{keyword}` {schema[keyword]}"
+        for keyword, argument in schema.items():
+            if keyword in BOUNDS and _is_type(value, "number"):
+                if not BOUNDS[keyword](value, argument):
+                    return f"{where} is {value}, against `{keyword}` {argument}"
+            elif keyword in SIZES:
+                kind, fits = SIZES[keyword]
+                if isinstance(value, kind) and not fits(len(value), argument):
+                    return f"{where} has length {len(value)}, against `{keyword}` {argument}"
         return self._pattern(value, schema, where)
 
     def _pattern(self, value: Json, schema: dict[str, Json], where: str) -> str | None:
         if "pattern" not in schema or not isinstance(value, str):
             return None
-        try:
-            regex = compile_regex(schema["pattern"])
-        except RegexError as error:
-            return str(error)
+        regex = compile_regex(schema["pattern"])
         self._spend(regex.cost(value))
         matches = regex.is_match(value)
         return None if matches else f"{where} does not match `pattern` {schema['pattern']!r}"
 
     def _combined(self, value: Json, schema: dict[str, Json], path: str) -> str | None:
-        where = path or "the value"
+        where = _where(path)
         for inner in schema.get("allOf", ()):
             if (violation := self.run(value, inner, path)) is not None:
                 return violation
         for keyword in ("anyOf", "oneOf"):
             if keyword not in schema:
                 continue
-            num = sum(self.run(value, inner, path) is None for inner in schema[keyword])
-            if num == 0 or (keyword == "oneOf" and num > 1):
-                return f"{where} matches {num} of the schemas in `{keyword}`"
+            num_matches = sum(self.run(value, inner, path) is None for inner in schema[keyword])
+            if num_matches == 0 or (keyword == "oneOf" and num_matches > 1):
+                return f"{where} matches {num_matches} of the schemas in `{keyword}`"
         if "not" in schema and self.run(value, schema["not"], path) is None:
             return f"{where} matches the schema in `not`"
         return None
@@ -238,9 +250,10 @@ class _Check:
             properties = schema.get("properties", {})
             for name in schema.get("required", ()):
                 if name not in value:
-                    return f"{path or 'the value'} has no `{name}`"
+                    return f"{_where(path)} has no `{name}`"
             for name, item in value.items():
                 inner = properties.get(name, schema.get("additionalProperties", True))
-                if (violation := self.run(item, inner, f"{path}.{name}")) is not None:
+                here = f"{path}.{name}" if path else name
+                if (violation := self.run(item, inner, here)) is not None:
                     return violation
         return None

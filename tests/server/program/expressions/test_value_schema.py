@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from conure.server.program.errors import ProgramError
+from conure.server.program.expressions.regex import compile_regex
 from conure.server.program.expressions.value_schema import check_schema, find_violation
 
 JSON = st.recursive(
@@ -23,7 +25,7 @@ LEAVES: list[dict[str, Any]] = [
     {"enum": [1, "a", None]},
     {"const": {"a": 1}},
     {"minimum": 0, "exclusiveMaximum": 4},
-    {"minLength": 1, "maxLength": 1},
+    {"minLength": 1, "maxLength": 1.0},
     {"minItems": 1, "maxItems": 2},
     {"pattern": "^a"},
     {"required": ["a"], "maxProperties": 1},
@@ -71,6 +73,21 @@ def test_a_schema_that_cannot_be_checked_is_refused_with_its_path(schema: Any, p
     assert (caught.value.code, caught.value.path) == ("program.schema", path)
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "str"}, "or a list of them, got 'str'"),
+        ({"minLength": -1}, "`minLength` must be an integer from 0, got -1"),
+        ({"maxItems": 1.5}, "`maxItems` must be an integer from 0, got 1.5"),
+        ({"enum": []}, "`enum` must be a list that is not empty, got []"),
+    ],
+)
+def test_a_message_shows_the_argument_that_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        check_schema(schema, "s")
+    assert caught.value.message.endswith(message)
+
+
 def test_a_deep_schema_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(40):
@@ -80,8 +97,23 @@ def test_a_deep_schema_is_refused() -> None:
 
 
 def test_a_violation_names_its_place() -> None:
-    schema = {"properties": {"a": {"items": {"type": "string"}}}}
-    assert find_violation({"a": ["x", 3]}, schema) == ".a[1] is int, not string"
+    schema = {"properties": {"a": {"items": {"properties": {"b": {"type": "string"}}}}}}
+    assert find_violation({"a": ["x", {"b": 3}]}, schema) == "a[1].b is int, not string"
+
+
+@pytest.mark.parametrize(
+    "keywords", [("minimum", "exclusiveMinimum"), ("exclusiveMinimum", "minimum")]
+)
+def test_the_first_violation_follows_the_order_of_the_schema(keywords: tuple[str, str]) -> None:
+    schema: dict[str, Any] = dict.fromkeys(keywords, 1)
+    assert find_violation(0, schema) == f"the value is 0, against `{keywords[0]}` 1"
+
+
+def test_a_missing_library_is_no_fault_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "re2", None)
+    compile_regex.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="google-re2"):
+        find_violation("a", {"pattern": "a"})
 
 
 def test_a_value_that_takes_too_long_is_a_violation() -> None:
