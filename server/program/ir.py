@@ -110,7 +110,7 @@ class Variable(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
     type: Literal["string", "int", "float", "bool", "list", "object", "any"] | None = None
     schema: dict[str, Json] | None = None
-    """A JSON Schema (draft 2020-12) that every value matches."""
+    """A JSON Schema that every value matches, of the keywords in `expressions.value_schema`."""
     default: Json | UnsetType = UNSET
     """The value of an input that the submission does not give."""
     description: Annotated[str, Meta(max_length=4_096)] = ""
@@ -120,8 +120,11 @@ class Job(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, k
     """Nodes that are cancelled together and share an error policy."""
 
     parent: Name | None = None
+    """The job around it."""
     on_error: Literal["fail", "isolate"] = "fail"
+    """`fail`: a failed node ends the program. `isolate`: it only skips the nodes that read it."""
     timeout_s: Seconds | None = None
+    """From the start of its first node; nodes in it that have not ended then fail."""
 
 
 class Limits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,18 +152,25 @@ class Deadline(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Objective: TypeAlias = Literal["latency", "throughput", "ttft", "tpot"] | Deadline
+"""The goal for an output. `ttft` (time to the first token), `tpot` (time per output token) and
+deadlines count as `latency`."""
 
 
 class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one submission."""
 
     deadline_s: Seconds | None = None
+    """The program ends with `deadline_exceeded` if it takes longer."""
     detach: bool = True
+    """False: cancel the program if, for some time, no client follows it or waits for a value."""
     tokens: Literal["canonical", "kept"] = "canonical"
+    """`canonical`: every prompt is tokenised as one text. `kept` is not supported yet."""
     trace: bool = False
     """Record what every call reads and writes, texts and token ids, for the program's trace."""
     policy: str | None = None
+    """The scheduling policy that the program needs; a server with another one rejects it."""
     start: Literal["eager", "demand"] = "eager"
+    """`demand`: run only the nodes whose values a client requests."""
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Consecutive programs of one session are queued as if submitted with the first one."""
     idle_timeout_s: Seconds | None = None
@@ -173,7 +183,8 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     `prompt.too_long`."""
     require_inputs: bool | None = None
     """True: refuse the submission if an input that the program reads or may read has neither a
-    value nor a default. Otherwise the program waits for the value. The `run` of clients sets it."""
+    value nor a default, instead of waiting for the value. None is false; the `run` of clients sends
+    true unless the option is given."""
 
 
 class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -216,4 +227,5 @@ class Append(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     close: bool = False
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Identifies the request. The program applies the first request with an id, and answers later
-    ones as if it had applied them. So a client can send a request again whose answer was lost."""
+    ones as if it had applied them. A client whose answer was lost can therefore repeat the
+    request."""

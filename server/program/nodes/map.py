@@ -20,7 +20,7 @@ MAX_WIDTH = 10_000
 
 
 class MapNode(TemplateNode, frozen=True, kw_only=True, tag="map"):
-    """Runs a body for all items of a list at once. The list may be known only during the run."""
+    """Runs a body for all items of a list in parallel. The list may be computed during the run."""
 
     items: Expression
     """A list. A bare string names a variable."""
@@ -30,18 +30,21 @@ class MapNode(TemplateNode, frozen=True, kw_only=True, tag="map"):
     """The name of the item's index in the body, from 0."""
     body: Body
     collect: dict[Name, Expression] = {}
-    """An outer variable to the name in the body whose values it lists, in the order of the
-    items. Only instances have expressions here."""
+    """Maps an outer variable to a variable of the body. The outer variable lists the values of
+    all items, in their order. Only instances have expressions here."""
     max_width: Annotated[int, Meta(ge=0, le=MAX_WIDTH)] = MAX_WIDTH
     """A longer list fails the map."""
     fail: Literal["any", "all"] = "any"
-    """`any`: an item that fails fails the map. `all`: it is null, unless every item fails."""
+    """`any`: an item that fails fails the map. `all`: an item that fails is null in the lists, and
+    the map fails if all items fail."""
 
     exit_slot: ClassVar[int] = OUTPUT
 
     @property
     def decision_variable(self) -> str:
-        """The variable that stores the list, or the number of items if a variable has the list."""
+        """`ID.items`, which stores the list, if an expression computes it. Otherwise a variable has
+        the list, and `ID.width` stores the number of items.
+        """
         return f"{self.id}.{'items' if self.has_item_expression else 'width'}"
 
     def bodies(self) -> tuple[NodeBody, ...]:
@@ -51,7 +54,8 @@ class MapNode(TemplateNode, frozen=True, kw_only=True, tag="map"):
     def _make_slots(self, inputs: SlotInputs) -> tuple[Slot, ...]:
         inputs.add_reference(self.items, "items")
         self._check_bound_names()
-        inner = check_references("collect", {k: (name,) for k, name in self.collect.items()})
+        collected = {outer: (inner,) for outer, inner in self.collect.items()}
+        inner = check_references("collect", collected)
         reads = outer_reads(self.bodies()[0], inner)
         return self._body_slots(inputs, (self.decision_variable,), self.collect, reads)
 
