@@ -238,25 +238,35 @@ class ClientStepSession:
             ConureError: if the program failed or was cancelled.
         """
         phase: str
+        problem: Problem | None
         if self._last_event is not None:
             phase = self._last_event["status"]
             receipt = convert_record(self._last_event.get("receipt") or {}, Receipt)
+            has_problem = "code" in self._last_event
+            problem = convert_record(self._last_event, Problem) if has_problem else None
         else:
             assert status is not None
             phase = status.status
             receipt = status.receipt or Receipt()
+            problem = status.error or None  # UNSET is false
         if phase != "done":
-            node = self._failures.root_failure()
-            raise self._error(phase, node) from (None if node is None else self._causes.get(node))
+            code = None if problem is None else problem.code
+            node = self._failures.root_failure(code)
+            cause = None if node is None else self._causes.get(node)
+            raise self._error(phase, node, problem) from cause
         outputs = {name: self._values[name] for name in self._outputs if name in self._values}
         return StepResult(self._program_id, phase, outputs, receipt)
 
-    def _error(self, phase: str, node: str | None) -> ConureError:
-        if node is None:
-            return RunError(f"run.{phase}", f"program {self._program_id} is {phase}")
-        error = failure_of(self._failures[node])
-        error.add_note(f"in node {node!r} of program {self._program_id}")
-        return error
+    def _error(self, phase: str, node: str | None, problem: Problem | None) -> ConureError:
+        if node is not None:
+            error = failure_of(self._failures[node])
+            error.add_note(f"in node {node!r} of program {self._program_id}")
+            return error
+        if problem is not None:
+            error = failure_of(problem)
+            error.add_note(f"in program {self._program_id}")
+            return error
+        return RunError(f"run.{phase}", f"program {self._program_id} is {phase}")
 
 
 def answer_of(step: StepRequest, value: Any) -> PutValue:

@@ -45,9 +45,15 @@ class Failures:
         self._problems.pop(node, None)
         self._problems[node] = problem
 
-    def root_failure(self) -> str | None:
-        """Return the node whose failure to report; None if no node failed."""
-        node = next(reversed(self._problems), None)
+    def root_failure(self, code: str | None = None) -> str | None:
+        """Return the node whose failure to report; None if no node failed.
+
+        Args:
+            code: of the failure that ended the program: failures with other codes were handled.
+                None: it is unknown.
+        """
+        failed = reversed(self._problems.items())
+        node = next((name for name, each in failed if code in (None, each.code)), None)
         seen: set[str] = set()
         while node is not None and node not in seen:
             seen.add(node)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from conure.adapters.client.client_steps import MAX_VALUE_BYTES, StepRequest, answer_of
+from conure.adapters.client.client_steps import (
+    MAX_VALUE_BYTES,
+    ClientStepDeduplicator,
+    ClientStepSession,
+    StepRequest,
+    answer_of,
+)
 from conure.server.program.decoding.bodies import MAX_BODY_BYTES
-from conure.server.program.errors import ProgramError
+from conure.server.program.errors import ProgramError, RunError
+from conure.server.program.status import Event, EventType, Problem, ProgramStatus
 
 STEP = StepRequest("request", "node", "name", "output", {}, lambda: None)
 
@@ -18,3 +27,41 @@ def test_an_oversized_value_raises() -> None:
     with pytest.raises(ProgramError, match=f"{MAX_VALUE_BYTES + 1:,} bytes as JSON") as caught:
         answer_of(STEP, fitting + "x")
     assert caught.value.code == "client.value_too_large"
+
+
+def session_after(*events: tuple[EventType, dict[str, Any]]) -> ClientStepSession:
+    session = ClientStepDeduplicator().open("p", ["x"])
+    for seq, (kind, data) in enumerate(events, 1):
+        session.on_event(Event(seq=seq, type=kind, data=data), {})
+    return session
+
+
+HANDLED: tuple[EventType, dict[str, Any]] = (
+    "node.failed",
+    {"node": "a", "code": "output.invalid", "message": "a fallback took over"},
+)
+LATE = {"code": "program.deadline_exceeded", "message": "5 s are over"}
+
+
+def test_a_stopped_program_raises_why_it_stopped_and_no_handled_failure() -> None:
+    finished = {"status": "deadline_exceeded", **LATE}
+    session = session_after(HANDLED, ("program.finished", finished))
+    with pytest.raises(RunError, match="5 s are over") as caught:
+        session.result(None)
+    assert caught.value.code == "program.deadline_exceeded"
+    status = ProgramStatus(
+        id="p", status="deadline_exceeded", created_at="now", error=Problem(**LATE)
+    )
+    with pytest.raises(RunError, match="5 s are over"):
+        session_after(HANDLED).result(status)
+
+
+def test_a_failed_program_raises_the_failure_that_ended_it() -> None:
+    failure = {"code": "client.failed", "message": "search: offline"}
+    session = session_after(
+        ("node.failed", {"node": "s", **failure}),
+        HANDLED,
+        ("program.finished", {"status": "failed", **failure}),
+    )
+    with pytest.raises(RunError, match="search: offline"):
+        session.result(None)
