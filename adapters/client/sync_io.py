@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -178,8 +179,8 @@ class StepRunner:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, function: Callable[..., None], *args: Any) -> None:
-        """Run a function in a thread. The log gets its exception."""
-        self._pool.submit(function, *args).add_done_callback(_log_failure)
+        """Run a function in a thread, with this thread's context. The log gets its exception."""
+        self._pool.submit(copy_context().run, function, *args).add_done_callback(_log_failure)
 
 
 def _log_failure(future: Future[None]) -> None:

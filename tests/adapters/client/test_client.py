@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
@@ -641,6 +642,19 @@ async def test_a_function_error_reaches_server_and_caller(
     error = put_bodies(double)[0]["error"]
     assert error["code"] == "client.failed"
     assert error["message"].startswith(f"double: {type(caught.value.__cause__).__name__}")
+
+
+USER = ContextVar("USER", default="nobody")
+
+
+async def test_a_step_has_the_context_of_its_run(caller: Any, double: Any, kit: Any) -> None:
+    chunks = [requested(kit, 2, "r", n=1), kit.finished(5)]
+    double.on("POST", "/v1/programs", kit.followed(*chunks, gate=has_answer(double)))
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done"}))
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 7}))
+    USER.set("alice")
+    await caller(caller.client.run, kit.program, functions={"double": lambda n: USER.get()})
+    assert put_bodies(double)[0]["value"] == "alice"
 
 
 async def cancel_itself(n: int) -> None:
