@@ -103,8 +103,9 @@ class AsyncBaseClient:
             await asyncio.to_thread(local_app.start)
             if loop in self._per_loop:  # another coroutine connected meanwhile
                 return self._per_loop[loop].http
-        for other in [each for each in self._per_loop if each.is_closed()]:
-            del self._per_loop[other]  # the loop was closed without running `_lifetime` to its end
+        for other in list(self._per_loop):  # other threads change it
+            if other.is_closed():  # without running `_lifetime` to its end
+                self._per_loop.pop(other, None)
         http = httpx.AsyncClient(
             base_url=self._settings.base_url,
             headers=self._settings.headers,

@@ -67,6 +67,25 @@ def test_forked_process_opens_new_connections() -> None:
     client.close()
 
 
+async def test_other_loops_may_open_and_end_while_a_loop_connects(
+    double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherLoop:
+        """Closed by its own thread, which also opens others."""
+
+        def is_closed(self) -> bool:
+            client._per_loop.pop(self, None)  # type: ignore[call-overload]  # a double of a loop
+            client._per_loop[OtherLoop()] = connections  # type: ignore[index]
+            return True
+
+    async with AsyncClient(app=double) as client:
+        await client._http()
+        connections = client._per_loop.pop(asyncio.get_running_loop())
+        client._per_loop[OtherLoop()] = connections  # type: ignore[index]
+        assert not (await client._http()).is_closed
+        await connections.lifetime.aclose()
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forked_process_starts_a_new_io_thread() -> None:
     thread = IOThread()
