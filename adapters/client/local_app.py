@@ -45,8 +45,7 @@ class LocalApp:
         self._app = app
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
-        # The garbage collector may end a call, which is itself a call.
-        self._submission_lock = threading.RLock()
+        self._submission_lock = threading.Lock()
         self._is_open = False
         """Accepts calls. Changed under `_submission_lock`: a call is posted before the loop is
         stopped, which cancels the call, or is refused."""

@@ -15,8 +15,6 @@ import pytest
 
 from conure.adapters.client.local_app import AsyncTransport, ClosedError, LocalApp, SyncTransport
 
-from ..garbage import blocks_when_collected
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -77,17 +75,6 @@ def test_chunks_stream_to_threads(app: Stream, local: LocalApp) -> None:
         assert list(chunks) == [b">"]
     assert len(app.threads) == 1
     assert threading.get_ident() not in app.threads
-
-
-def test_garbage_collector_may_call_the_application_during_a_call(local: LocalApp) -> None:
-    async def answer() -> None:
-        pass
-
-    def close() -> None:
-        if not local.is_own_thread:
-            local.call(answer)
-
-    assert not blocks_when_collected(partial(local.call, answer), close)
 
 
 async def test_chunks_stream_to_other_loops(app: Stream, local: LocalApp) -> None:
