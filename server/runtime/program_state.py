@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..program.errors import ConflictError, NotFoundError
-from ..program.graph.graph import CheckedAppend, Graph, Slot
+from ..program.graph.graph import CheckedAppend, Graph, Slot, bodies_around
 from ..program.graph.instances import BodyInstance, BodyTemplate
 from ..program.ir import (
     Append,
@@ -241,13 +241,11 @@ class ProgramState:
         """
         job = self.graph.nodes[node_id].job
         self.nodes[node_id].cut = cut
-        body = self.graph.body_of(node_id)
-        while body is not None:
+        for body in bodies_around(self.graph, node_id):
             control = self.graph.nodes[body.control]
             if control.job != job or (cut.reason == "failure" and _takes_failures(control)):
                 return
             self.nodes[body.control].cut = cut
-            body = self.graph.body_of(body.control)
 
     def cut_before(self, node_id: str) -> Problem | None:
         """Return why a node never runs: a required `wait` before it ended without its values.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..program.graph.graph import Graph
+from ..program.graph.graph import Graph, bodies_around
 from ..program.ir import Job, Node
 from ..program.nodes.bodies import BodyRef
 
@@ -61,7 +61,7 @@ class TimedJobs:
         jobs = self._jobs_of(node)
         if not jobs:
             return []
-        bodies = self.bodies_around(node.id)
+        bodies = [*bodies_around(self._graph, node.id)][::-1]
         # A node that was appended to a job may have fewer bodies around it.
         depths = {job: min(self._depths.get(job, 0), len(bodies)) for job in jobs}
         return [JobInstance(job, bodies[n - 1] if n else None) for job, n in depths.items()]
@@ -72,15 +72,6 @@ class TimedJobs:
         for node_id in nodes if instance.body is None else self._nodes_in(instance.body):
             if instance in self.instances_of(nodes[node_id]):
                 yield node_id
-
-    def bodies_around(self, node_id: str) -> list[BodyRef]:
-        """Return the bodies that contain a node, the outermost first."""
-        bodies = []
-        body = self._graph.body_of(node_id)
-        while body is not None:
-            bodies.append(body)
-            body = self._graph.body_of(body.control)
-        return bodies[::-1]
 
     def _nodes_in(self, body: BodyRef) -> Iterator[str]:
         for node_id in self._graph.body_nodes(body.control).get(body.part, ()):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..program.errors import ConureError, RunError
+from ..program.graph.graph import bodies_around
 from ..program.ir import CallNode, ClientNode, Deadline, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
@@ -188,7 +189,7 @@ class Timers:
         nodes, timed_jobs = self._state.nodes, self._state.timed_jobs
         for node_id in list(timed_jobs.nodes_in(instance)):
             # The nodes in a body end with the node around them, those of a large body in turns.
-            around = (body.control for body in timed_jobs.bodies_around(node_id))
+            around = (body.control for body in bodies_around(self._state.graph, node_id))
             if not any(nodes[each].has_ended for each in (node_id, *around)):
                 self._fail(node_id, RunError("job.timeout", message))
 

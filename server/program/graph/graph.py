@@ -310,6 +310,14 @@ def graph_of(submission: Submission) -> Graph:
     )
 
 
+def bodies_around(graph: Graph, node_id: str) -> Iterator[BodyRef]:
+    """Iterate over the bodies that contain a node, the innermost first."""
+    body = graph.body_of(node_id)
+    while body is not None:
+        yield body
+        body = graph.body_of(body.control)
+
+
 def check_append(graph: Graph, append: Append) -> CheckedAppend:
     """Check nodes for `Graph.append`, which checks them again only if the graph has changed.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ...program.graph.graph import Slot
+from ...program.graph.graph import Slot, bodies_around
 from ...program.graph.objectives import PerformanceObjective
 from ...program.ir import GenerateNode, MapNode
 from ...scheduling.policy import Rank
@@ -108,11 +108,9 @@ class CallPriorities:
         """Return the performance objective of a call. All calls of a map form one task group."""
         graph = self._state.graph
         performance = self._performance[node_id]
-        body = graph.body_of(node_id)
-        while body is not None:
+        for body in bodies_around(graph, node_id):
             if isinstance(graph.nodes[body.control], MapNode):
                 return performance._replace(group=body.control)
-            body = graph.body_of(body.control)
         return performance
 
     def begun(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...program.graph.graph import Slot
+from ...program.graph.graph import Slot, bodies_around
 from ...program.ir import KillNode, RoundEndNode
 from ...program.status import Problem
 from ..node_context import NodeContext, NodeExecutor
@@ -113,8 +113,5 @@ def _is_in_job(state: ProgramState, node_id: str, job: str) -> bool:
 
 
 def _nodes_around(state: ProgramState, node_id: str) -> Iterator[str]:
-    """Yield the nodes in whose bodies a node is, the innermost first."""
-    body = state.graph.body_of(node_id)
-    while body is not None:
-        yield body.control
-        body = state.graph.body_of(body.control)
+    """Iterate over the nodes in whose bodies a node is, the innermost first."""
+    return (body.control for body in bodies_around(state.graph, node_id))

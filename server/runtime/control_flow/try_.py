@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...program.errors import ConureError
+from ...program.graph.graph import bodies_around
 from ...program.graph.instances import read_by
 from ...program.ir import Expression, TryNode
 from ...program.nodes.base import ENTER, OUTPUT
@@ -140,11 +141,8 @@ def _attempt_part(state: ProgramState, node: TryNode, number: int) -> str:
     With one `r` at every depth, the second attempt of an inner node would have the name of its
     first attempt in the second attempt of the outer node.
     """
-    depth = 1
-    body = state.graph.body_of(node.id)
-    while body is not None:
-        depth += isinstance(state.graph.nodes[body.control], TryNode)
-        body = state.graph.body_of(body.control)
+    around = (state.graph.nodes[body.control] for body in bodies_around(state.graph, node.id))
+    depth = 1 + sum(isinstance(each, TryNode) for each in around)
     return "r" * depth + str(number)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ...program.decoding.typed_json import convert_record
+from ...program.graph.graph import bodies_around
 from ...program.ir import GenerateNode
 from ...program.status import (
     OutputTokens,
@@ -206,11 +207,7 @@ def _waited_for(program: ProgramState, state: NodeState) -> list[NodeState]:
     """
     graph = program.graph
     node_id = state.node.id
-    ancestors: list[str] = []
-    place = graph.body_of(node_id)
-    while place is not None:
-        ancestors.append(place.control)
-        place = graph.body_of(place.control)
+    ancestors = [body.control for body in bodies_around(graph, node_id)]
     names = set(state.node.after)
     names.update(child for part in graph.body_nodes(node_id).values() for child in part)
     slots = [*graph.slots[node_id], *(graph.slots[control][0] for control in ancestors)]

@@ -19,7 +19,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.graph import extension
 from conure.server.program.graph.objectives import PerformanceObjective
 from conure.server.program.ir import GenerateNode, GraphNode
-from conure.server.program.status import Problem
+from conure.server.program.status import Problem, ProgramStatus
 from conure.server.prompts.served_model import ServedModel
 from conure.server.runtime.calls.aborted_outputs import AbortedOutputs
 from conure.server.runtime.calls.kv_context import PromptPlan
@@ -260,23 +260,8 @@ async def test_session_is_restored_unchanged(tmp_path: Path) -> None:
         await check_events(program)
 
 
-async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -> None:
-    async with server_harness(tmp_path) as harness:
-        program = await harness.submit(
-            [client("a", "x"), expr("b", var("x"))], outputs=["b"], start="demand"
-        )
-        await program.get("b", wait_s=0)
-        requested = await program.event("client.requested")
-    async with server_harness(tmp_path) as harness:
-        program = Program(harness, program.id)
-        await program.put("x", 1, requested.data["request_id"])
-        assert await program.value("b") == 1
-        await program.end()
-
-
-async def test_on_demand_client_step_in_a_body_is_answered_after_restart(tmp_path: Path) -> None:
-    body = {"id": "t", "op": "try", "body": [client("a", "x")], "merge": {"y": ["x"]}}
-    nodes = [body, expr("b", var("y")), expr("other", 1)]
+async def demanded_and_answered_after_restart(tmp_path: Path, nodes: list[Any]) -> ProgramStatus:
+    """Demand `b`, restart while its client step waits for `x`, and answer the step."""
     async with server_harness(tmp_path) as harness:
         program = await harness.submit(nodes, outputs=["b"], start="demand")
         await program.get("b", wait_s=0)
@@ -285,7 +270,18 @@ async def test_on_demand_client_step_in_a_body_is_answered_after_restart(tmp_pat
         program = Program(harness, program.id)
         await program.put("x", 1, requested.data["request_id"])
         assert await program.value("b") == 1
-        assert (await program.end()).nodes["other"].status == "waiting"
+        return await program.end()
+
+
+async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -> None:
+    await demanded_and_answered_after_restart(tmp_path, [client("a", "x"), expr("b", var("x"))])
+
+
+async def test_on_demand_client_step_in_a_body_is_answered_after_restart(tmp_path: Path) -> None:
+    body = {"id": "t", "op": "try", "body": [client("a", "x")], "merge": {"y": ["x"]}}
+    nodes = [body, expr("b", var("y")), expr("other", 1)]
+    status = await demanded_and_answered_after_restart(tmp_path, nodes)
+    assert status.nodes["other"].status == "waiting"
 
 
 async def test_answer_that_arrives_before_its_step_is_dispatched_again_counts(
