@@ -236,8 +236,8 @@ class ProgramState:
     def _mark_cut(self, node_id: str, cut: FlowCut) -> None:
         """End the control flow of a job after a node, and after the nodes around it.
 
-        After a failure, the nearest node that takes failures goes on. If no handler or item is
-        left, that node fails and is cut itself.
+        The cut of a failure ends at the nearest node that takes failures. If that node has no
+        handler and no item left, it fails, and its own failure is a new cut.
         """
         job = self.graph.nodes[node_id].job
         self.nodes[node_id].cut = cut

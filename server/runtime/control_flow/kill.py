@@ -32,7 +32,7 @@ class KillExecutor(NodeExecutor[KillNode]):
     def run(self, node: KillNode, slot: int) -> None:
         """End the nodes that the kill names. The end of each node may end more (`node_ended`).
 
-        A call goes on until the output that the kill names if an earlier output is needed.
+        If an earlier output of a call is needed, the call ends before the output that is named.
         """
         nodes: dict[str, None] = {}
         for target in node.targets:
@@ -61,20 +61,21 @@ class KillExecutor(NodeExecutor[KillNode]):
     def restore(self, recovered: RecoveredState) -> None:
         """Restore which calls end early because of kills before a restart.
 
-        A kill is done after it has ended its nodes, so a producer that has not ended goes on for
-        earlier outputs.
+        A producer that the kill has not ended goes on for earlier outputs, unless it was appended
+        after the kill.
         """
         for node_state in self.state.nodes.values():
             if isinstance(node_state.node, KillNode) and node_state.phase == "done":
                 for target in node_state.node.targets:
-                    if (producer := _pending_producer(self.state, target)) is not None:
+                    producer = _pending_producer(self.state, target)
+                    if producer is not None and producer.index > 0:
                         self._stop_before(producer)
 
     def resume(self) -> None:
         """Repeat the consequences of ended nodes that the journal does not have.
 
-        The cascade ignores nodes that ended for other reasons than a kill. An ended node counts for
-        the nodes in its bodies: it reads what they read.
+        The cascade ignores nodes that ended neither by a kill nor by a `wait`. An ended node counts
+        for the nodes in its bodies: it reads what they read.
         """
         for node_id, node_state in list(self.state.nodes.items()):
             body = self.state.graph.body_of(node_id)
@@ -96,7 +97,7 @@ def _nodes_in_job(state: ProgramState, kill: KillNode, job: str) -> list[str]:
     return [
         node_id
         for node_id, node_state in state.nodes.items()
-        # A loop that goes on needs the end of its round, which ends with any other loop.
+        # A loop that is not killed needs its `RoundEndNode`. The end of a killed loop ends it.
         if not (
             node_id in spared or isinstance(node_state.node, RoundEndNode) or node_state.has_ended
         )

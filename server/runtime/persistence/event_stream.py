@@ -246,7 +246,7 @@ class EventStream:
             if read is None or read.attempt != text.attempt:
                 read = _ReadText(text.attempt, 0)
             offset = read.offset
-            # Without text there is no delta, and log probabilities wait for one.
+            # Without new text there is no delta. Log probabilities stay pending until the next one.
             if text.length > offset:
                 data: dict[str, Json] = {
                     "program": self._program,

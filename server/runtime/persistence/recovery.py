@@ -150,19 +150,23 @@ def _replay_end(
 def _restore_absent_outputs(state: ProgramState) -> None:
     """Mark the outputs of bodies as missing that no body gave. No event reports them."""
     graph = state.graph
-    pending = [node_id for node_id, node in graph.nodes.items() if isinstance(node, NodeWithBodies)]
+    pending = dict.fromkeys(graph.nodes)
+    # In rounds, so that a node is asked once for all that its body lacks since the last round.
     while pending:
-        node = graph.nodes[pending.pop()]
-        absent = node_executors()[type(node)].absent_outputs(state, node)
-        for name, missing in absent.items():
-            if state.is_resolved(name):
+        affected: dict[str, None] = {}
+        for node in map(graph.nodes.__getitem__, pending):
+            if not isinstance(node, NodeWithBodies):
                 continue
-            state.mark_missing(name, missing)
-            # Outputs of these nodes may be missing, too.
-            readers = (*graph.get_consumers(name), *graph.get_potential_readers(name))
-            pending += [slot.node for slot in readers]
-            if (body := graph.body_of(node.id)) is not None:
-                pending.append(body.control)
+            absent = node_executors()[type(node)].absent_outputs(state, node)
+            for name, missing in absent.items():
+                if state.is_resolved(name):
+                    continue
+                state.mark_missing(name, missing)
+                readers = (*graph.get_consumers(name), *graph.get_potential_readers(name))
+                affected |= dict.fromkeys(slot.node for slot in readers)
+                if (body := graph.body_of(node.id)) is not None:
+                    affected[body.control] = None
+        pending = affected
 
 
 def _find_stop(state: ProgramState, ended: list[str]) -> ProgramStop | None:
@@ -171,21 +175,32 @@ def _find_stop(state: ProgramState, ended: list[str]) -> ProgramStop | None:
     The first nodes of a program that stops are durable before its end: it must not go on without
     them, or end as if nothing had happened.
     """
-    stops = (_stop_of(state, node_id) for node_id in ended)
-    return next((stop for stop in stops if stop is not None), None)
+    outer = [state.nodes[node_id] for node_id in ended if state.graph.body_of(node_id) is None]
+    stops = (_stop_of(state, node_state) for node_state in outer)
+    return next((stop for stop in stops if stop is not None), None) or _stop_by_failure(outer)
 
 
-def _stop_of(state: ProgramState, node_id: str) -> ProgramStop | None:
+def _stop_of(state: ProgramState, node_state: NodeState) -> ProgramStop | None:
     """Return the stop of the program that ended a node, or that its failure caused."""
-    node_state = state.nodes[node_id]
     problem = node_state.problem
-    if problem is None or state.graph.body_of(node_id) is not None:
-        return None  # it did not fail, or the node around it decides
+    if problem is None:
+        return None
     if node_state.phase == "failed":
-        is_isolated = state.isolates(node_id) or _has_read_failure(state, node_state)
+        is_isolated = state.isolates(node_state.node.id) or _has_read_failure(state, node_state)
         return None if is_isolated else ProgramStop("failed", problem)
     stop_phase = _STOP_PHASES.get(problem.code) if node_state.phase == "killed" else None
     return None if stop_phase is None else ProgramStop(stop_phase, problem)
+
+
+def _stop_by_failure(nodes: list[NodeState]) -> ProgramStop | None:
+    """Return the failure for which the program killed its other nodes; None if it killed none.
+
+    The failed node may have read an equal failure, which alone would not have stopped the program.
+    """
+    failures = [each.problem for each in nodes if each.phase == "failed"]
+    killed = (each.problem for each in nodes if each.phase == "killed")
+    problem = next((each for each in killed if each is not None and each in failures), None)
+    return None if problem is None else ProgramStop("failed", problem)
 
 
 def _has_read_failure(state: ProgramState, node_state: NodeState) -> bool:

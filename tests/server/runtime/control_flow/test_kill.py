@@ -255,6 +255,29 @@ async def test_a_call_ends_before_a_killed_output_after_a_restart(tmp_path: Path
     assert [status.variables[name].status for name in ("one", "two")] == ["done", "killed"]
 
 
+async def test_a_call_that_was_appended_after_a_kill_goes_on_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    repeated = {
+        "id": "m",
+        "op": "map",
+        "items": ["1"],
+        "as": "x",
+        "body": [kill("one") | {"when": True}],
+    }
+    async with server_harness(tmp_path) as harness:
+        variables: Json = {"one": {}, "found": {}}
+        program = await harness.submit([repeated], open=True, variables=variables)
+        await program.event("node.finished", node="m")
+        await program.append(nodes=[outputs("p", "one", "two", first={})])
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("found", "A")
+        await program.append(close=True)
+        status = await program.end()
+    assert [status.variables[name].status for name in ("one", "two")] == ["done", "done"]
+
+
 async def test_body_can_kill_the_node_around_it(tmp_path: Path) -> None:
     """A kill in the body of a map kills the map, also inside an `if`."""
     async with server_harness(tmp_path) as harness:

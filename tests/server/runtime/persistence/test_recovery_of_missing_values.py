@@ -57,6 +57,26 @@ def bodies(kind: str) -> list[Any]:
     return [failing, {**inner, "id": "inner"}, if_(True, [], [], y=["i", "d"])]
 
 
+async def test_program_that_was_failing_fails_after_a_restart(tmp_path: Path) -> None:
+    either = {"first": [var("lost"), 1]}
+    nodes = [
+        client("source", "lost", on_error="isolate"),
+        client("step", "made", args={"given": either}),
+        *(expr(f"e{number}", var("never")) for number in range(4_000)),
+    ]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, variables={"never": {}})
+        await program.put_error("lost", "tool.down")
+        await program.event("client.requested", node="step")
+        await program.put_error("made", "tool.down")
+        await program.event("node.killed")
+        assert (await program.status()).status == "running"
+    async with server_harness(tmp_path) as harness:
+        status = await Program(harness, program.id).end()
+        assert status.status == "failed"
+        assert status.nodes["e3999"].status == "killed"
+
+
 @pytest.mark.parametrize("kind", ["if", "nested", "try", "failure"])
 async def test_output_that_no_body_gave_is_missing_after_a_restart(
     tmp_path: Path, kind: str
