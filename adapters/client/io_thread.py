@@ -55,6 +55,10 @@ class IOThread:
         if worker is new:
             worker.thread.start()
             weakref.finalize(self, worker.stop)
+            if self._is_closed:  # meanwhile, perhaps before `close` could see this worker
+                self._workers.pop(worker.pid, None)
+                worker.stop()
+                raise RuntimeError("the client is closed")
         else:
             new.discard()
         return worker
@@ -110,7 +114,7 @@ class _Worker:
         self._is_stopping = True
         ending = asyncio.run_coroutine_threadsafe(self._finish(cleanup), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        if threading.current_thread() is not self.thread:
+        if self.thread.ident is not None and threading.current_thread() is not self.thread:
             self.thread.join(2 * EXIT_TIMEOUT_S)
 
     async def _finish(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None) -> None:

@@ -89,6 +89,11 @@ class CallRecord:
         """Whether it may still get an answer."""
         return not self.is_answered and self.failure is None
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the application made the call and does not wait for its answer any more."""
+        return self.is_open and self.is_claimed and not self.is_awaited
+
 
 class PlannedCallRegistry:
     """The calls of one run, and the values that are known."""
@@ -234,16 +239,20 @@ class PlannedCallRegistry:
 
     def unlisten(self, record: CallRecord, listener: CallListener) -> None:
         """Stop passing events to a listener: the application does not wait for the answer."""
-        with self.lock, contextlib.suppress(ValueError):
+        with self.lock:
+            with contextlib.suppress(ValueError):
+                record.listeners.remove(listener)
             self.release([record])
-            record.listeners.remove(listener)
 
     def release(self, records: Iterable[CallRecord]) -> None:
         """Record that the application does not wait for the answers of calls that it has made."""
         with self.lock:
             for record in records:
                 if record.is_awaited and record.is_open:
-                    self.given_up.append(record)
+                    if record.is_sent:
+                        self.given_up.append(record)
+                    else:
+                        self.reject([record], _given_up())
                 record.is_awaited = False
 
     def on_event(self, event: Event) -> None:
@@ -304,6 +313,9 @@ class PlannedCallRegistry:
     def send_again(self, records: Iterable[CallRecord]) -> None:
         """Queue calls whose program does not answer them, before all that is unsent."""
         with self.lock:
+            records = list(records)
+            # Its program was to end these calls. Nothing ends them in another one.
+            self.reject([each for each in records if each.is_given_up], _given_up())
             again = [record for record in records if record.is_open]
             for record in again:
                 record.is_sent, record.has_ended, record.program = False, False, ""
@@ -362,6 +374,10 @@ class PlannedCallRegistry:
     def _notify(self, record: CallRecord, event: Event | Exception) -> None:
         for listener in list(record.listeners):
             listener(event)
+
+
+def _given_up() -> RunError:
+    return RunError("run.ended", "the application has given the call up")
 
 
 def plan_failure(failure: Exception) -> PlanFailedError:

@@ -44,7 +44,8 @@ class RequestTasks:
     async def give_up(self, program: OpenProgram) -> bool:
         """Cancel the requests of a program whose submission gets no prompt answer.
 
-        A busy server would be asked for minutes to run calls that nobody waits for.
+        Otherwise the client would repeat the submission to a busy server for minutes, although the
+        application waits for none of its calls.
 
         Returns:
             Whether the submission was cancelled. Else it has an answer now.

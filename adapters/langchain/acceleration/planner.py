@@ -15,7 +15,7 @@ Invariant: the chain makes every call of its plan, unless an earlier step raises
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from langchain_core.globals import get_llm_cache
 from langchain_core.messages import BaseMessage
@@ -37,11 +37,13 @@ from conure.server.program.ir import Json
 from ...speculation.planned_call import PlannedCall
 from ..chat.model import ChatConure
 from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPartError, unsupported
-from ..compilation.compiler import ChainCompiler
+from ..compilation.compiler import ChainCompiler, merged_config
 from ..compilation.control_flow import CONTROL
 from ..compilation.traversal import is_opaque, is_other_model
 from ..compilation.values import AnswerValue, ClientValue, Record, Source, Value
 from .plan import AwaitedValue, ChainPlan
+
+_MADE_BY_FACTORY: Final = "a function of the app makes it"
 
 
 def plan_of(
@@ -167,7 +169,7 @@ class _PlanningCompiler(ChainCompiler):
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
         if _is_made_by_factory(runnable, position.config):
-            return self._await(runnable, value, position, "a function of the app makes it")
+            return self._await(runnable, value, position, _MADE_BY_FACTORY)
         return super()._compile_wrapper(runnable, value, position)
 
     def _compile_functions(
@@ -179,6 +181,9 @@ class _PlanningCompiler(ChainCompiler):
     def _compile_binding(
         self, binding: RunnableBinding[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
+        config = merged_config(binding, position)
+        if binding.kwargs and _is_made_by_factory(binding.bound, config):
+            return self._await(binding, value, position, _MADE_BY_FACTORY)
         if binding.config_factories:  # listeners: the chain still calls them itself
             binding = binding.model_copy(update={"config_factories": []})
         return super()._compile_binding(binding, value, position)

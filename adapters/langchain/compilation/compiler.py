@@ -241,7 +241,7 @@ class ChainCompiler:
                 position, "listeners are not called for a chain that runs on a server; remove them"
             )
         bound, position = binding.bound, _named_by(binding, position)
-        step_position = position._replace(config=_merged_config(binding, position))
+        step_position = position._replace(config=merged_config(binding, position))
         if is_opaque(bound) and not isinstance(bound, BasePromptTemplate):
             return self._compile_functions([binding], value, position)
         if isinstance(bound, ChatConure):
@@ -340,9 +340,7 @@ def _named_by(binding: RunnableBinding[Any, Any], position: ChainPosition) -> Ch
     return position._replace(hint=str((binding.config or {}).get("run_name") or position.hint))
 
 
-def _merged_config(
-    binding: RunnableBinding[Any, Any], position: ChainPosition
-) -> Mapping[str, Any]:
+def merged_config(binding: RunnableBinding[Any, Any], position: ChainPosition) -> Mapping[str, Any]:
     """Return the config of what is bound. As in LangChain, the config around the binding wins."""
     outer = cast(RunnableConfig, dict(position.config))
     merged = {**merge_configs(binding.config or {}, outer)}

@@ -147,6 +147,23 @@ def test_client_has_one_io_thread_if_two_tasks_are_the_first() -> None:
     thread.close(_nothing)
 
 
+def test_closed_client_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, started = IOThread(), list[threading.Thread]()
+    start = threading.Thread.start
+
+    def close_before(each: threading.Thread) -> None:
+        thread.close(_nothing)
+        start(each)
+        started.append(each)
+
+    monkeypatch.setattr(threading.Thread, "start", close_before)
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.start_task(_nothing)
+    (io_thread,) = started
+    io_thread.join(60)
+    assert not io_thread.is_alive()
+
+
 async def _nothing() -> None:
     pass
 

@@ -57,6 +57,22 @@ def test_a_wrong_argument_of_a_model_is_handled_by_its_fallback(llm: ChatConure)
     assert (refused.value.code, refused.value.path) == ("to_program.unsupported", "chain.steps[1]")
 
 
+def test_a_factory_of_a_bound_model_runs_for_the_chain_only(llm: ChatConure) -> None:
+    made: list[ChatConure] = []
+
+    def make() -> ChatConure:
+        made.append(llm)
+        return llm
+
+    kind_of_model = ConfigurableField(id="kind")
+    model: Any = llm.configurable_alternatives(kind_of_model, default_key="a", b=make)
+    fast = accelerate(ask("Say {x}") | model.bind(stop=["x"]) | TEXT)
+    fast.invoke({"x": "tea"}, kind("b"))
+    assert len(made) == 1
+    fast.invoke({"x": "tea"}, kind("a"))
+    assert [run.num_planned for run in fast.explain().runs] == [0, 1]
+
+
 def test_a_factory_of_an_alternative_runs_for_the_chain_only(llm: ChatConure) -> None:
     made: list[Runnable[Any, Any]] = []
 
