@@ -113,7 +113,8 @@ class ConstraintCompiler:
     def create(self, source: str, max_tokens: int) -> ConstraintState:
         """Return the constraint of an output of at most `max_tokens` tokens.
 
-        The constraint is busy until its grammar is compiled, unless the grammar is cached.
+        The constraint is busy until its grammar is compiled, unless the grammar is cached with a
+        lexer that is not exhausted.
 
         Raises:
             EngineError: if the constraint is cached as invalid.

@@ -294,9 +294,9 @@ class KVCacheManager:
         return block
 
     def _shorten(self, victim: Context, num_wanted: int) -> None:
-        """Release up to `num_wanted` of the last blocks that no other context reads, at least one.
+        """Release up to `num_wanted` of the last blocks that no other context reads.
 
-        Shared blocks at the end are released first.
+        At least one is released if there is one. Shared blocks at the end are released first.
         """
         num_released = 0
         while victim.blocks and num_released < num_wanted:
