@@ -55,9 +55,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files of tests go to two processes of one thread each. `check` runs the tests of the
 # architecture, and `test-small-model` those of the built-in model, whose table is to be read.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
-SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py \
-    --ignore tests/test_architecture.py
-MARKS = -m 'not slow'
+SHARED := -n 2 --dist loadfile --max-worker-restart 0 \
+    --ignore tests/examples/test_small_model.py --ignore tests/test_architecture.py
+MARKS = -m 'not slow' $(HANG)
+
+# pytest-timeout raises an error in a test. If the test or its fixtures go on waiting, this prints
+# the stacks of all threads and ends the process. A slow test may take longer.
+HANG := -o faulthandler_timeout=420 -o faulthandler_exit_on_timeout=true
 
 # What `make test` runs beside the suite, because tests wait as well as compute. The suite shows
 # its progress; the output of each of these is printed when it ends. Each runs, also after another
@@ -160,18 +164,18 @@ test-llamaindex013: ## the LlamaIndex adapter on core 0.13
 test-llamaindex014: ## the LlamaIndex adapter on core 0.14.0
 test-llamaindex012 test-llamaindex013 test-llamaindex014: \
 test-llamaindex%: .venv-llamaindex%/.installed
-	.venv-llamaindex$*/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
-	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
+	.venv-llamaindex$*/bin/python -m pytest -q $(HANG) --disable-warnings \
+	    tests/adapters/llamaindex -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
 
 test-small-model: setup ## what the built-in model can do
-	$(PYTEST) -q tests/examples/test_small_model.py
+	$(PYTEST) -q $(HANG) tests/examples/test_small_model.py
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 --dist loadfile \
 	    tests/kernels -m 'not slow'
 
 test-langchain10: $(LOWEST)/.installed ## the LangChain adapter on core 1.0
-	$(LOWEST)/bin/python -m pytest -q $(addprefix tests/adapters/langchain/, \
+	$(LOWEST)/bin/python -m pytest -q $(HANG) $(addprefix tests/adapters/langchain/, \
 	    test_chat.py test_messages.py test_accelerate.py test_bad_input.py)
 
 chaos: setup ## 500 damaged journals and 1,000 kills; takes an hour
