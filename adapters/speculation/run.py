@@ -47,8 +47,8 @@ ARRIVAL_S: Final = 2.0
 """How long the server holds an append that arrives before the submission of its program."""
 
 
-class _TimeLimit:
-    """The time that a call may take, from the first wait for one of its events."""
+class TimeLimit:
+    """The time that a call may take, from the first wait for an event of one of its answers."""
 
     def __init__(self, timeout_s: float | None, clock: Callable[[], float]) -> None:
         self.timeout_s: Final = timeout_s
@@ -120,7 +120,8 @@ class SpeculativeRun:
         """Identifies the server and the sender of the calls: see `Client.identity`."""
         self._client = client
         self._name = name
-        self._clock = clock
+        self.clock = clock
+        """Measures the time limits of calls, in seconds."""
         self._is_streamed = is_streamed
         self._first_request_ended: Future[None] = Future()
         """Done when the first request has an answer or has failed."""
@@ -198,7 +199,7 @@ class SpeculativeRun:
     # --- answers --------------------------------------------------------------------------
 
     def follow(
-        self, record: CallRecord, resend: Resend, timeout_s: float | None = None
+        self, record: CallRecord, resend: Resend, limit: TimeLimit
     ) -> Generator[tuple[AnswerStream, Event], None, None]:
         """Yield the events of a call, each with the stream to feed it to. Blocks.
 
@@ -206,10 +207,9 @@ class SpeculativeRun:
         are those of the call that `resend` sends.
 
         Raises:
-            NotReadyError: if the call has not ended within `timeout_s` seconds.
+            NotReadyError: if the call has not ended within the limit.
             Exception: why the call has no answer.
         """
-        limit = _TimeLimit(timeout_s, self._clock)
         while True:
             stream = AnswerStream(record.variable, record.node_id)
             try:
@@ -222,10 +222,9 @@ class SpeculativeRun:
                 record = resend(record, failure)
 
     async def afollow(
-        self, record: CallRecord, resend: Resend, timeout_s: float | None = None
+        self, record: CallRecord, resend: Resend, limit: TimeLimit
     ) -> AsyncGenerator[tuple[AnswerStream, Event], None]:
         """`follow`, for coroutines of any loop."""
-        limit = _TimeLimit(timeout_s, self._clock)
         while True:
             stream = AnswerStream(record.variable, record.node_id)
             try:
@@ -237,7 +236,7 @@ class SpeculativeRun:
             except PlanFailedError as failure:
                 record = resend(record, failure)
 
-    def _events(self, record: CallRecord, limit: _TimeLimit) -> Generator[Event, None, None]:
+    def _events(self, record: CallRecord, limit: TimeLimit) -> Generator[Event, None, None]:
         """Yield the events of a call until it ends."""
         if not self._client.may_wait:
             # The garbage collector runs here, and closes a generator of the application that reads
@@ -261,7 +260,7 @@ class SpeculativeRun:
         finally:
             self._unlisten(record, inbox.put)
 
-    async def _aevents(self, record: CallRecord, limit: _TimeLimit) -> AsyncGenerator[Event, None]:
+    async def _aevents(self, record: CallRecord, limit: TimeLimit) -> AsyncGenerator[Event, None]:
         """`_events`, for coroutines of any loop."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event | Exception] = asyncio.Queue()

@@ -25,7 +25,7 @@ from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ...speculation.planned_call import PlannedCall
 from ...speculation.registry import CallRecord, PlanFailedError, PlannedCallRegistry
-from ...speculation.run import SpeculativeRun
+from ...speculation.run import SpeculativeRun, TimeLimit
 from ..chat.answer_chunks import CompleteAnswer, chunks_of, result_of
 from .plan import AwaitedValue, ChainPlan
 from .run_stats import PlanMiss, RunStats
@@ -167,20 +167,22 @@ class ChainRun:
         """Wait for the answers to a call of the chain, one for each node. Blocks.
 
         Raises:
-            NotReadyError: if an answer is missing after `timeout_s` seconds.
+            NotReadyError: if an answer is missing `timeout_s` seconds after the call.
             ConureError: if the call failed.
         """
         with self._claimed(nodes) as records:
+            limit = TimeLimit(timeout_s, self._run.clock)
             pairs = zip(records, nodes, strict=True)
-            return result_of([self._answer(record, node, timeout_s) for record, node in pairs])
+            return result_of([self._answer(record, node, limit) for record, node in pairs])
 
     async def aresult(
         self, nodes: Sequence[dict[str, Json]], timeout_s: float | None
     ) -> ChatResult:
         """`result`, for coroutines."""
         with self._claimed(nodes) as records:
+            limit = TimeLimit(timeout_s, self._run.clock)
             pairs = zip(records, nodes, strict=True)
-            answers = [await self._aanswer(record, node, timeout_s) for record, node in pairs]
+            answers = [await self._aanswer(record, node, limit) for record, node in pairs]
             return result_of(answers)
 
     def chunks(
@@ -195,7 +197,8 @@ class ChainRun:
         """
         record = self._claim(node)
         self._run.follow_texts()
-        follow = self._run.follow(record, partial(self._resend, node), timeout_s)
+        limit = TimeLimit(timeout_s, self._run.clock)
+        follow = self._run.follow(record, partial(self._resend, node), limit)
         try:
             with closing(follow) as events:
                 for stream, event in events:
@@ -216,7 +219,8 @@ class ChainRun:
         """
         record = self._claim(node)
         self._run.follow_texts()
-        follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
+        limit = TimeLimit(timeout_s, self._run.clock)
+        follow = self._run.afollow(record, partial(self._resend, node), limit)
         try:
             async with OwnedGenerator(follow) as events:
                 async for stream, event in events:
@@ -228,19 +232,19 @@ class ChainRun:
             raise
 
     def _answer(
-        self, record: CallRecord, node: dict[str, Json], timeout_s: float | None
+        self, record: CallRecord, node: dict[str, Json], limit: TimeLimit
     ) -> CompleteAnswer:
         stream: AnswerStream | None = None
-        with closing(self._run.follow(record, partial(self._resend, node), timeout_s)) as events:
+        with closing(self._run.follow(record, partial(self._resend, node), limit)) as events:
             for stream, event in events:
                 stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
         return CompleteAnswer(stream.result(), stream.program)
 
     async def _aanswer(
-        self, record: CallRecord, node: dict[str, Json], timeout_s: float | None
+        self, record: CallRecord, node: dict[str, Json], limit: TimeLimit
     ) -> CompleteAnswer:
-        follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
+        follow = self._run.afollow(record, partial(self._resend, node), limit)
         stream: AnswerStream | None = None
         async with OwnedGenerator(follow) as events:
             async for stream, event in events:

@@ -22,7 +22,7 @@ from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ...speculation.planned_call import PlannedCall
 from ...speculation.registry import CallRecord, PlanFailedError
-from ...speculation.run import Resend, SpeculativeRun
+from ...speculation.run import Resend, SpeculativeRun, TimeLimit
 from ..llm.call_backend import FinalAnswer
 from ..llm.model_request import ModelRequest
 from .prompt_slots import planned_call
@@ -35,7 +35,7 @@ class _ClaimedCall(NamedTuple):
     record: CallRecord
     resend: Resend
     """Sends the app's call if the planned call fails because of its plan."""
-    timeout_s: float | None
+    limit: TimeLimit
     """From the app's call on; the planned call may have waited in the queue before."""
 
 
@@ -158,7 +158,7 @@ class PlannedRun:
             calls[index] = CallReport(path, is_planned=False, reason=f"planned, but {failure.code}")
             return self._send(call)
 
-        return _ClaimedCall(record, resend, call.timeout_s)
+        return _ClaimedCall(record, resend, TimeLimit(call.timeout_s, self._run.clock))
 
     def _send(self, call: ModelRequest) -> CallRecord:
         return self._run.add_unplanned(planned_call(self.fresh("call"), call))

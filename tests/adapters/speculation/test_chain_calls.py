@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableParallel
 
+from conure.adapters.client import NotReadyError
 from conure.adapters.langchain import ChatConure
 from conure.adapters.langchain.acceleration.chain_run import ChainRun
 from conure.adapters.langchain.acceleration.plan import AwaitedValue, ChainPlan
@@ -44,7 +47,8 @@ class Case:
             calls, {"at s": self.awaited}, self.root, may_grow=False, is_direct=False
         )
         monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
-        client: Any = SimpleNamespace(identity="server")
+        io_thread = SimpleNamespace(wake=lambda function: function())
+        client: Any = SimpleNamespace(identity="server", io_thread=io_thread)
         self.chain = ChainRun(client, "chain", is_streamed=False)
         self.registry = self.chain._registry
         self.outbox = self.chain._run.outbox
@@ -254,6 +258,25 @@ def test_names_of_later_calls_differ_from_the_names_of_a_plan(
     assert {each.variable for each in plan.calls} == {"miss2", "in4_answer"}
     assert run._claim(node("z", "another prompt")).variable == "miss3"
     assert run.prefix() == "in5_"
+
+
+async def test_the_answers_to_one_call_share_its_time_limit(case: Case) -> None:
+    run, times = case.chain._run, iter((0.0, 100.0, 100.0))
+    run._first_request_ended.set_result(None)
+
+    def clock() -> float:
+        now_s = next(times)
+        if now_s:  # the second answer is late
+            late = partial(case.registry.on_event, committed("miss2", "B"))
+            asyncio.get_running_loop().call_later(0.01, late)
+        return now_s
+
+    run.clock = clock
+    answers = asyncio.create_task(case.chain.aresult([node("y", "one"), node("z", "two")], 10))
+    await asyncio.sleep(0)
+    case.registry.on_event(committed("miss1", "A"))
+    with pytest.raises(NotReadyError, match="after 10 s"):
+        await answers
 
 
 def test_complete_plan_is_submitted_closed(case: Case) -> None:

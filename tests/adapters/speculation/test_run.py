@@ -12,7 +12,7 @@ import pytest
 from conure.adapters.client import NotReadyError, Retry
 from conure.adapters.speculation import request_tasks
 from conure.adapters.speculation.registry import CallRecord, PlanFailedError
-from conure.adapters.speculation.run import SpeculativeRun
+from conure.adapters.speculation.run import SpeculativeRun, TimeLimit
 from conure.server.program.errors import NotFoundError, RunError
 from conure.server.program.status import ProgramStatus
 
@@ -73,7 +73,7 @@ async def test_calls_of_a_closed_client_fail() -> None:
     run = SpeculativeRun(client, "run", is_streamed=False)
     record = run.add_unplanned(call("a", set(), {"text": "tea"}))
     with pytest.raises(Exception, match="the client is closed"):
-        list(run.follow(record, resend=lambda record, _: record))
+        list(run.follow(record, lambda record, _: record, TimeLimit(None, run.clock)))
     run.wait_until_sent()
     assert not record.is_open
 
@@ -158,7 +158,9 @@ async def test_an_answer_that_arrived_is_read_after_the_time_limit() -> None:
     await client.tasks.pop(0)()  # the events stay unread
     run.calls.on_event(event("node.delta", variable="a", node="a_call", offset=0, text="Te"))
     found = []
-    async for stream, each in run.afollow(record, lambda record, _: record, timeout_s=10):
+    async for stream, each in run.afollow(
+        record, lambda record, _: record, TimeLimit(10, run.clock)
+    ):
         stream.feed(each)
         found.append(each.type)
         run.calls.on_event(committed("a", "Tea"))
@@ -172,9 +174,14 @@ async def test_the_time_limit_includes_the_wait_for_the_first_request(is_sync: b
     record = run.add_unplanned(call("a", set(), "tea"))  # the request stays without an answer
     with pytest.raises(NotReadyError, match="no answer after"):
         if is_sync:
-            list(run.follow(record, lambda record, _: record, timeout_s=0.01))
+            list(run.follow(record, lambda record, _: record, TimeLimit(0.01, run.clock)))
         else:
-            [each async for each in run.afollow(record, lambda record, _: record, timeout_s=0.01)]
+            [
+                each
+                async for each in run.afollow(
+                    record, lambda record, _: record, TimeLimit(0.01, run.clock)
+                )
+            ]
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
@@ -193,9 +200,9 @@ async def test_the_time_limit_includes_the_call_that_is_sent_again(is_sync: bool
 
     with pytest.raises(NotReadyError, match="no answer after 10 s"):
         if is_sync:
-            list(run.follow(record, resend, timeout_s=10))
+            list(run.follow(record, resend, TimeLimit(10, run.clock)))
         else:
-            [each async for each in run.afollow(record, resend, timeout_s=10)]
+            [each async for each in run.afollow(record, resend, TimeLimit(10, run.clock))]
 
 
 async def test_planned_calls_that_are_not_sent_yet_are_dropped_at_the_end() -> None:
