@@ -92,6 +92,8 @@ class AsyncBaseClient:
         return self._settings.retry
 
     async def _http(self) -> httpx.AsyncClient:
+        if self._settings.is_closed:
+            raise RuntimeError("the client is closed")
         if self._pid != os.getpid():  # forked: the connections belong to the parent process
             self._per_loop, self._pid = {}, os.getpid()
         loop = asyncio.get_running_loop()

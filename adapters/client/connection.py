@@ -73,6 +73,8 @@ class ClientSettings:
         self.deduplicator = ClientStepDeduplicator()
         self.is_known = False
         """The server has answered this client."""
+        self.is_closed = False
+        """The `Client` was closed: its `AsyncClient` refuses requests, too."""
 
     @property
     def server(self) -> object:

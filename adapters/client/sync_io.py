@@ -72,7 +72,8 @@ class BaseClient:
         self.io_thread = IOThread()
         """Runs the requests of accelerated runs."""
         self.twin = AsyncClient(settings=self._settings)
-        """An asynchronous client of the same server; closed with this client."""
+        """An asynchronous client of the same server. It refuses requests after this client is
+        closed; the connections of an event loop are closed with the loop."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +89,7 @@ class BaseClient:
     def close(self) -> None:
         """Close the connections, and the application if it runs in this process."""
         self.io_thread.close(self.twin.close)
+        self._settings.is_closed = True
         self._connections.close()
         if self._settings.local_app is not None:
             self._settings.local_app.close()

@@ -67,6 +67,15 @@ def test_forked_process_opens_new_connections() -> None:
     client.close()
 
 
+async def test_a_closed_client_refuses_asynchronous_requests(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    client = await asyncio.to_thread(lambda: Client(app=double))
+    await client.twin.submit(kit.program)
+    await asyncio.to_thread(client.close)
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        await client.twin.submit(kit.program)
+
+
 async def test_other_loops_may_open_and_end_while_a_loop_connects(
     double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
