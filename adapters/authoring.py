@@ -311,12 +311,28 @@ def _literal(name: str, value: Any) -> str:
 
 
 def _source_of(function: _Part) -> tuple[int, str]:
-    """Return the first line of a function, and its source without common indentation."""
+    """Return the first line of a function, and its source without indentation."""
     try:
         lines, start = inspect.getsourcelines(function.function)
     except (OSError, TypeError):
         _refuse(f"the source of `{function.__name__}` cannot be read: write it in a file")
-    return start, textwrap.dedent("".join(lines)).rstrip("\n")
+    return start, _unindented("".join(lines)).rstrip("\n")
+
+
+def _unindented(text: str) -> str:
+    """Return the source of a function without its indentation; strings keep all their lines."""
+    indentation = text[: len(text) - len(text.lstrip())]
+    if not indentation:
+        return text
+    try:
+        tree = ast.parse(f"if True:\n{text}")
+    except SyntaxError:  # reported when the definition is read
+        return textwrap.dedent(text)
+    strings = [each for each in ast.walk(tree) if isinstance(each, ast.Constant | ast.JoinedStr)]
+    # The first line of the tree is not one of the text, and a string begins after indentation.
+    kept = {i for each in strings for i in range(each.lineno - 1, (each.end_lineno or 0) - 1)}
+    lines = enumerate(text.split("\n"))
+    return "\n".join(line if i in kept else line.removeprefix(indentation) for i, line in lines)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -126,6 +126,31 @@ def test_an_error_has_the_line_of_the_file(client: Client) -> None:
     assert caught.value.code == "language.undefined_name"
 
 
+def test_a_prompt_in_a_nested_function_keeps_its_indentation() -> None:
+    @conure.program
+    def indented() -> Any:
+        yield {
+            "x": gen("""Continue this Python:
+        def f():
+
+            return 1""")
+        }
+
+    @conure.program
+    def flush() -> Any:
+        yield {
+            "x": gen("""Continue:
+first
+""")
+        }
+
+    prompt = "Continue this Python:\n        def f():\n\n            return 1"
+    assert prompt in indented.source
+    assert "Continue:\nfirst\n" in flush.source
+    for each in (indented, flush):
+        compile_source(each.source)
+
+
 def test_a_plain_function_is_refused() -> None:
     def plain() -> int:
         return 1
