@@ -175,14 +175,21 @@ class Client(BaseClient):
             program, inputs=inputs, objectives=objectives, options=options, requires_inputs=True
         )
         check_functions(body.get("program"), functions or {})
-        run = self.submit(body, follow=True, types=STEP_EVENTS)
+        if "program" in body:  # a text has no id
+            body["id"] = body.get("id") or programs.new_id()
+        run: Run | None = None
         try:
+            run = self.submit(body, follow=True, types=STEP_EVENTS)
             return run.serve_client_steps(functions or {})
         except ConureError:
             raise
         except BaseException:
             with contextlib.suppress(ConureError):
-                shield(run.cancel())
+                if run is not None:
+                    shield(run.cancel())
+                elif "id" in body:  # the server may have accepted the submission
+                    cancel = programs.cancel(body["id"], Retry(max_retries=0))
+                    shield(self._do(cancel))
             raise
 
     def explain(

@@ -20,7 +20,6 @@ the unplanned calls.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from conure.server.program.ir import MAX_NODES, Json
 from conure.server.program.status import Event
 
 from ..client import ServerUnreachableError
+from ..client.exchange.programs import new_id
 from .answer_stream import LEASE_LOST
 from .planned_call import seeded_node
 from .registry import CallRecord, PlannedCallRegistry, plan_failure
@@ -451,7 +451,7 @@ class SpeculativeOutbox:
             not (self.may_grow or self._registry.unsent or self._split)
             and body["variables"].keys() == inputs.keys()
         )
-        program = OpenProgram(f"p_{secrets.token_hex(12)}", is_open=not is_complete)
+        program = OpenProgram(new_id(), is_open=not is_complete)
         program.inputs.update(body["variables"])
         program.given.update(inputs)
         self.programs.append(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -90,6 +91,11 @@ def submission_body(
     if requires_inputs and not body.get("open"):
         body["options"] = {"require_inputs": True, **(body.get("options") or {})}
     return body
+
+
+def new_id() -> str:
+    """Return an id for a program."""
+    return f"p_{secrets.token_hex(12)}"
 
 
 def submit(body: Mapping[str, Any], retry: Retry, *, key: str | None) -> Flow[Accepted]:

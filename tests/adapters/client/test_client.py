@@ -739,6 +739,24 @@ def test_an_interrupted_run_cancels_its_program(
     assert len(double.of("DELETE", PROGRAM)) == 1
 
 
+async def test_a_run_that_is_interrupted_while_it_submits_is_cancelled(
+    caller: Any, double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise Interrupt
+
+    monkeypatch.setattr(type(caller.client._settings), "unreachable", interrupt)
+    double.on("POST", "/v1/programs", kit.Answer(is_lost=True))
+    with pytest.raises(Interrupt):
+        await caller(caller.client.run, kit.program)
+    program = double.of("POST", "/v1/programs")[0].body["id"]
+    assert len(double.of("DELETE", f"/v1/programs/{program}")) == 1
+
+
 async def test_a_cancelled_coroutine_cancels_its_program(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     never = kit.Answer(chunks=[requested(kit, 2, "r", n=1), b""], gate=lambda: False)
