@@ -172,7 +172,7 @@ test-small-model: setup ## what the built-in model can do
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 --dist loadfile \
-	    tests/kernels -m 'not slow'
+	    --max-worker-restart 0 $(MARKS) tests/kernels
 
 test-langchain10: $(LOWEST)/.installed ## the LangChain adapter on core 1.0
 	$(LOWEST)/bin/python -m pytest -q $(HANG) $(addprefix tests/adapters/langchain/, \
