@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -169,15 +169,21 @@ def total(pieces: Iterator[Any]) -> Any:
     return comparable(whole)
 
 
-def test_planned_text_is_streamed_in_chunks(tmp_path: Path) -> None:
-    config = Config(engine="fake", data=tmp_path, time_per_output_token=0.005)
+def test_planned_text_is_streamed_while_it_is_generated(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_output_token=0.01)
     with Client(app=create_app(config)) as client:
-        say = ask("{x}") | ChatConure(client=client) | TEXT
-        fast = accelerate(say | ask("{y}") | ChatConure(client=client) | TEXT)
-        pieces = list(fast.stream("tea"))
-        plain = "".join(fast.bound.stream("tea"))
-    assert len(pieces) > 5
-    assert "".join(pieces) == plain
+        short = ChatConure(client=client, temperature=0, max_tokens=20, ignore_eos=True)
+        long = short.model_copy(update={"max_tokens": 2_000})
+        text = accelerate(ask("{x}") | short | TEXT | ask("{y}") | long | TEXT).stream("tea")
+        assert isinstance(text, Generator)
+        start = next(text) + next(text)
+        (program,) = submitted
+        assert client.attach(program).status().status == "running"
+        text.close()
+        same = short.model_copy(update={"max_tokens": len(start)})
+        assert (ask("{x}") | short | TEXT | ask("{y}") | same | TEXT).invoke("tea") == start
 
 
 class Tokens(BaseCallbackHandler):

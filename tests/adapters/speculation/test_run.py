@@ -93,7 +93,7 @@ class SlowDouble(ClientDouble):
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_answer = asyncio.Event()
+        self.submitted, self.may_answer = asyncio.Event(), asyncio.Event()
         self.requests: list[str] = []
         self.running: set[asyncio.Task[None]] = set()
         self._retry = Retry()
@@ -103,6 +103,7 @@ class SlowDouble(ClientDouble):
 
     async def submit(self, body: dict[str, Any], **_: Any) -> Any:
         self.requests.append("submit")
+        self.submitted.set()
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:
@@ -124,7 +125,7 @@ async def test_the_end_of_a_run_waits_for_a_prompt_answer_to_a_submission() -> N
     client: Any = SlowDouble()
     run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
     run.add_unplanned(call("a", set(), "tea"))
-    await asyncio.sleep(0.01)
+    await client.submitted.wait()
     run.end(is_cancelled=True)
     await asyncio.sleep(0.01)
     assert client.requests == ["submit"]
@@ -142,7 +143,7 @@ async def test_a_submission_without_a_prompt_answer_is_given_up(
     run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
     run.plan([call("a", set(), "tea")])
     record = run.add_unplanned(call("b", set(), "rum"))
-    await asyncio.sleep(0.01)
+    await client.submitted.wait()
     run.end(is_cancelled=True)
     await run.await_until_sent()
     assert isinstance(record.failure, RunError)

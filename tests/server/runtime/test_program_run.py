@@ -173,7 +173,7 @@ async def test_requests_renew_the_lease(tmp_path: Path) -> None:
 
 
 async def test_later_objective_reranks_queued_and_running_calls(tmp_path: Path) -> None:
-    async with server_harness(tmp_path, max_sequences=1, time_per_output_token=0.002) as harness:
+    async with server_harness(tmp_path, max_sequences=1, time_per_output_token=0.01) as harness:
         names = [f"c{i}" for i in range(14)]
         program = await harness.submit([], open=True)
         await program.append(

@@ -115,7 +115,7 @@ async def test_yield_emits_an_event(tmp_path: Path) -> None:
 
 
 async def test_yield_streams_partial_text(tmp_path: Path) -> None:
-    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+    async with server_harness(tmp_path, time_per_output_token=0.05) as harness:
         value = {"object": {"so_far": {"partial": "s"}, "is_end": {"final": "s"}}}
         nodes = [
             generate("s", "S"),
@@ -142,7 +142,7 @@ async def test_yield_streams_partial_text(tmp_path: Path) -> None:
 
 async def test_yield_can_include_the_item_index(tmp_path: Path) -> None:
     """Items, indices and carried variables are complete, so `partial` gives their value."""
-    async with server_harness(tmp_path, time_per_output_token=0.005) as harness:
+    async with server_harness(tmp_path, time_per_output_token=0.03) as harness:
         value = [{"partial": "x"}, {"final": "x"}, {"partial": "i"}, {"partial": "s"}]
         in_map = {"id": "y", "op": "yield", "value": value, "mode": "partial"}
         carried = [{"partial": "r"}, {"final": "r"}, {"partial": "t"}]
