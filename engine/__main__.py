@@ -28,6 +28,7 @@ from .framing import FrameSocket, decode_commands
 from .heartbeat import start_heartbeat
 from .protocol import EngineError
 from .runner.base import Runner
+from .runner.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from .constraints.compiler import ConstraintCompiler
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Loading creates hundreds of thousands of permanent objects. Collecting garbage meanwhile
     # takes a fifth of the start-up time.
     gc.disable()
+    limit_spinning()
     try:
         peer = FrameSocket(_inherit(options.fd))
         runner = _create_runner(options.config)

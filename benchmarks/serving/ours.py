@@ -17,11 +17,15 @@ from typing import Any
 from conure.engine import protocol
 from conure.engine.config import EngineConfig
 from conure.engine.core.engine import EngineCore
-from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.runner.openmp import limit_spinning
 
 
 def main(model: str, threads: int) -> None:
     """Answer rounds until stdin ends."""
+    limit_spinning()
+    # Loads torch, which reads the limit once.
+    from conure.engine.runner.torch_runner import TorchModelRunner
+
     engine = EngineCore(
         TorchModelRunner(EngineConfig(model=model, threads=threads, max_sequences=32)), 1
     )

@@ -15,6 +15,7 @@ import pytest
 
 from conure.engine import framing, protocol
 from conure.engine.framing import FrameSocket
+from conure.engine.runner.openmp import NUM_SPINS
 from conure.engine.testing.scripted_runner import default_text
 
 from .constraint_harness import lark, schema
@@ -199,3 +200,12 @@ def test_engine_survives_hostile_grammars(child: EngineProcess) -> None:
     assert isinstance(finished, protocol.Finished)
     assert (finished.text, finished.num_forced) == ("yes", 3)
     assert child.end()[0] == 0
+
+
+def test_threads_of_an_engine_spin_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    code, errors = EngineProcess(engine="local", model=str(tmp_path)).end()
+    assert code == 3, "the folder contains no model"
+    assert f"GOMP_SPINCOUNT = '{NUM_SPINS}'" in errors
