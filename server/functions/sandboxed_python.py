@@ -14,13 +14,17 @@ from .registry import function
 
 CAPABILITY = "python"
 MAX_CODE = 65_536
+"""Characters."""
 MAX_SECONDS = 5.0
 MAX_MEMORY = 64 * 1024 * 1024
 MAX_RECURSION = 200
 MAX_PRINTED = 65_536
+"""Characters."""
 MAX_MESSAGE = 2_000
+"""Characters."""
 NUM_WORKERS = 2
 TIMEOUT_S = 20.0
+"""Time limit of a call, including the wait for a worker that is free."""
 
 
 class PythonSandbox:
@@ -69,7 +73,7 @@ class PythonSandbox:
             gc_interval=10_000,
         )
         try:
-            with self._started().checkout(limits=limits) as session:
+            with self._get_pool().checkout(limits=limits) as session:
                 result = session.feed_run(code, inputs=inputs, print_callback=collect)
         except monty.MontyCrashedError as error:
             raise RunError("python.crashed", f"the sandbox was stopped: {error}") from None
@@ -79,7 +83,7 @@ class PythonSandbox:
             raise RunError("python.failed", f"{type(error).__name__}: {error}") from None
         return {"value": result, "printed": "".join(printed)}
 
-    def _started(self) -> Any:
+    def _get_pool(self) -> Any:
         import pydantic_monty as monty
 
         with self._lock:
@@ -87,7 +91,8 @@ class PythonSandbox:
                 pool = monty.Monty(
                     min_processes=1,
                     max_processes=NUM_WORKERS,
-                    checkout_timeout=MAX_SECONDS,
+                    # The call's own limit ends before, and names the cause.
+                    checkout_timeout=TIMEOUT_S + 1,
                     request_timeout=MAX_SECONDS + 1,
                     max_checkouts_per_worker=100,
                 )
@@ -96,7 +101,7 @@ class PythonSandbox:
 
 
 def _shortened(text: str) -> str:
-    """Return an error message; of a long one the beginning, with the number of characters left."""
+    """Return a message, cut to MAX_MESSAGE characters, with the number of those that are cut."""
     kept = text[:MAX_MESSAGE]
     return kept if kept == text else f"{kept}... ({len(text) - MAX_MESSAGE:,} more characters)"
 

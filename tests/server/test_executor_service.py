@@ -450,6 +450,14 @@ async def test_append_returns_the_added_nodes(tmp_path: Path) -> None:
         assert (closed.nodes, closed.variables) == ({}, {})
 
 
+async def test_an_append_may_repeat_a_declaration_with_a_default(tmp_path: Path) -> None:
+    style = {"style": {"type": "string", "default": "short"}}
+    async with server_harness(tmp_path) as harness:
+        session = await harness.submit([expr("a", var("style"))], variables=style, open=True)
+        await session.append(nodes=[expr("b", var("style"))], variables=style, outputs=["b"])
+        assert await session.value("b") == "short"
+
+
 async def test_requests_time_out_on_a_stalled_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

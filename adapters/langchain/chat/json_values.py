@@ -124,20 +124,21 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
         return marked
     if local is not None:
         return {_LOCAL: local.add(value)}
-    form = " for a prompt" if is_plain else ""
+    form, allowed = "", "lists, tuples, dicts, messages, Documents, pydantic objects or dataclasses"
+    if is_plain:
+        form, allowed = " for a prompt", "lists or dicts whose keys are text"
     raise ProgramError(
         "langchain.not_json",
         f"{what} is a {type(value).__name__}, which cannot be sent as JSON{form}; let the function "
-        "return text, numbers, lists, tuples, dicts, messages, Documents, pydantic objects or "
-        "dataclasses",
+        f"return text, numbers, {allowed}",
     )
 
 
 def _changes_in_json(value: Any) -> bool:
-    """Return whether JSON has no such value, or makes an equal value of another kind of it.
+    """Return whether JSON cannot carry the value, or would lose a class that matters.
 
-    A `Counter` without its class has no count of 0, for example. Subclasses of text and numbers
-    behave as the text and number, and are more useful in JSON.
+    A `Counter` that becomes a dict raises KeyError for a missing key, for example. Subclasses of
+    str and float behave like their base class, so they are sent as JSON.
     """
     if type(value) is int:
         return not _MIN_INTEGER <= value <= _MAX_INTEGER

@@ -23,7 +23,7 @@ from ..terminal import pretty, table
 ACTIONS = {
     "list": "print all versions of all procedures",
     "show": "print one version with its parameters, results and program as JSON",
-    "put": "store a version; an equal program has no effect",
+    "put": "store a version and let its alias name it; an equal program keeps its version",
     "alias": "let an alias name another version with the same parameters and results",
     "remove": "remove a version that no alias names, or an alias; programs that run it have a copy",
 }

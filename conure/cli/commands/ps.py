@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     status = arguments.status or (None if arguments.all else "running")
     with connect(arguments.url) as client:
         programs, has_more = _newest(client, status, arguments.limit)
+    if has_more:
+        sys.stderr.write(f"these are the newest {arguments.limit}; a larger -n lists more\n")
     if arguments.json:
         sys.stdout.write(pretty(programs) + "\n")
         return ExitCode.DONE
@@ -44,8 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     now = datetime.now(UTC)
     rows = [_row(program, now) for program in programs]
     sys.stdout.write(table(("PROGRAM", "NAME", "STATUS", "CREATED", "TOOK", "CALLS"), rows))
-    if has_more:
-        sys.stderr.write(f"these are the newest {arguments.limit}; a larger -n lists more\n")
     return ExitCode.DONE
 
 
@@ -63,7 +63,8 @@ def _newest(client: Client, status: str | None, limit: int) -> tuple[list[Progra
 
 
 def _row(program: ProgramSummary, now: datetime) -> tuple[str, ...]:
-    created = datetime.fromisoformat(program.created_at)
+    # The server's clock may be ahead.
+    created = min(datetime.fromisoformat(program.created_at), now)
     ended = None if program.finished_at is None else datetime.fromisoformat(program.finished_at)
     return (
         program.id,

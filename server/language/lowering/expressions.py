@@ -240,7 +240,8 @@ class ExpressionLowerer:
         expression = value.expression
         is_number = isinstance(expression, int | float) and not isinstance(expression, bool)
         if value.kind not in ("number", "any"):
-            message = f"`-` needs a number, got {value.kind}"
+            sign = "+" if isinstance(node.op, ast.UAdd) else "-"
+            message = f"`{sign}` needs a number, got {value.kind}"
             raise SourceArgumentError("language.type", message, position_of(node.operand))
         if isinstance(node.op, ast.UAdd):
             return value

@@ -253,11 +253,11 @@ class ProgramIntake:
         """Return an append with all defaults, its JSON, and what the graph becomes with it."""
         self._check_open(run)
         self._check_memory(len(body))
-        append, body = await prepare_append(append, body, run.state.tenant, self.library)
+        graph = run.state.graph
+        append, body = await prepare_append(append, body, run.state.tenant, self.library, graph)
         num_new_calls = count_calls(append.nodes)
         newcomer = Newcomer(num_new_calls, is_background=True)  # what it continues was accepted
         self._check_capacity(newcomer, num_new_calls, is_append=True)
-        graph = run.state.graph
         checked = await self._off_loop(body, lambda: check_append(graph, append))
         services = self._services
         await check_program(

@@ -1,6 +1,6 @@
 """Completes submissions before they are checked: procedure calls, and defaults of inputs.
 
-The journal stores the completed submission, so that a restart repeats nothing of this.
+The journal stores the completed submission, so that a restart need not complete it again.
 
 Invariant: a prepared submission has the same meaning as the original one.
 """
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from ...program.errors import ProgramError
+from ...program.graph.graph import Graph
 from ...program.ir import Append, Json, Program, Submission, Variable
 from ...program.nodes import Node
 from ...program.nodes.bodies import walk
@@ -73,9 +74,17 @@ async def prepare(
 
 
 async def prepare_append(
-    append: Append, body: bytes, tenant: str, library: ProcedureLibrary
+    append: Append, body: bytes, tenant: str, library: ProcedureLibrary, graph: Graph
 ) -> PreparedAppend:
-    """Return an append with all defaults and procedures; `body` is its JSON.
+    """Add defaults and expanded procedures to an append.
+
+    Args:
+        append: The append.
+        body: Its JSON.
+        tenant: The owner of the program.
+        library: The procedures.
+        graph: The graph of the program. If a variable already has a value there or is written by a
+            node, its default does not count.
 
     Raises:
         NotFoundError, ProgramError: as `ProcedureLibrary.expand`; `program.unsupported` for a
@@ -90,7 +99,8 @@ async def prepare_append(
         )
     _check_names(expanded.variables, append.variables, "variables")
     variables = append.variables | expanded.variables
-    inputs = _with_defaults(variables, expanded.nodes, append.inputs)
+    new = {name: each for name, each in variables.items() if not _is_resolved(name, graph)}
+    inputs = _with_defaults(new, expanded.nodes, append.inputs)
     if inputs == append.inputs and expanded.nodes == append.nodes:
         return PreparedAppend(append, body)
     completed = msgspec.structs.replace(
@@ -109,9 +119,17 @@ def _check_names(new: Mapping[str, Variable], own: Mapping[str, Variable], path:
         )
 
 
+def _is_resolved(name: str, graph: Graph) -> bool:
+    """Return whether a variable of a program has a value, or a node that writes it."""
+    if name not in graph.variables:
+        return False
+    return name in graph.provided_inputs or name not in graph.inputs
+
+
 def _with_defaults(
     variables: Mapping[str, Variable], nodes: Sequence[Node], inputs: Mapping[str, Json]
 ) -> dict[str, Json]:
+    """Return the inputs, with the defaults of other variables that no node writes."""
     defaults = {
         name: variable.default
         for name, variable in variables.items()

@@ -82,8 +82,9 @@ class CallPriorities:
     def update(self) -> bool:
         """Compute the priorities of new nodes.
 
-        In a large graph, a few new nodes are computed by themselves, and in a very large graph all
-        new nodes: updating the others can wait, and the event loop cannot.
+        In a large graph, a few new nodes are computed without an update of the other nodes. In a
+        very large graph this holds for any number of new nodes, so that the event loop stays
+        responsive.
 
         Returns: whether the priorities of all nodes were recomputed.
         """
@@ -98,6 +99,7 @@ class CallPriorities:
                 performance, latest_starts = self._tables.compute_performance(new)
                 self._performance |= performance
                 self._latest_starts |= latest_starts
+                self._remaining_steps = None
             return False
         if self._new_nodes:
             self.recompute()
@@ -118,11 +120,11 @@ class CallPriorities:
         self._has_begun = True
 
     def opens_program(self) -> bool:
-        """Return whether the program has several calls and none of them has started."""
+        """Return whether a closed program has several calls and none of them has started."""
         return not self._has_begun and not self._state.is_open and self._state.num_open_calls > 1
 
     def num_remaining_steps(self, node_id: str) -> int:
-        """Return the decode steps from the start of a call to the end of its program, at most."""
+        """Return an upper bound of the decode steps from a call's start to its program's end."""
         if self._state.is_open or self._state.num_open_calls <= 1:
             return 0
         if self._remaining_steps is None:

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 START_S = 0.5
 """Time for programs that are resumed before the server is ready."""
-SLICE_S = 0.01
-"""Longest time without other work of the event loop, unless one program takes longer."""
 END_TIMEOUT_S = 5.0
 """How long a start waits until the ends of programs that cannot be resumed are durable."""
 
@@ -97,22 +95,24 @@ class Resumption:
 
     async def _resume_rest(self) -> None:
         while self._programs.pending:
-            await self._resume_for(SLICE_S)
-            await asyncio.sleep(0)
+            await self._resume_one()
 
     async def _resume_for(self, seconds: float) -> None:
-        pending = self._programs.pending
         until = time.monotonic() + seconds
-        while pending and time.monotonic() < until:
-            self._resume(pending.pop(next(iter(pending))))
-            await asyncio.sleep(0)
+        while self._programs.pending and time.monotonic() < until:
+            await self._resume_one()
+
+    async def _resume_one(self) -> None:
+        pending = self._programs.pending
+        self._resume(pending.pop(next(iter(pending))))
+        await asyncio.sleep(0)
 
     def _resume(self, stored: StoredProgram) -> None:
         """Resume a program; if it cannot be resumed, end it."""
-        self._watch.begin(stored.id)
         try:
-            state, recovered = restore(stored, shift_s=self._clock.shift_s)
-            self._create_run(state).resume(recovered)
+            with self._watch.turn(stored.id):
+                state, recovered = restore(stored, shift_s=self._clock.shift_s)
+                self._create_run(state).resume(recovered)
         except TurnLimitError as error:
             problem = problem_of(QUARANTINED, f"a turn took {error}")
         except Exception:
@@ -121,8 +121,6 @@ class Resumption:
             problem = problem_of("program.unreadable")
         else:
             return
-        finally:
-            self._watch.end()
         with contextlib.suppress(Exception):  # its run may be broken, too
             self._programs.discard_id(stored.id)
         self._ends.append(self._end(stored, problem))

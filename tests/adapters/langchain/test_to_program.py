@@ -33,6 +33,7 @@ from langchain_core.runnables import (
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate, to_program
+from conure.adapters.langchain.chat.json_values import encode
 from conure.adapters.langchain.chat.messages import to_wire_list
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Submission
@@ -339,6 +340,12 @@ def test_non_json_result_of_function_fails() -> None:
     compiled = to_program(prompt("{x}") | LLM | TEXT | (lambda text: {1, 2}))
     with pytest.raises(ProgramError, match="is a set, which cannot be sent as JSON"):
         compiled.functions["function"](input="x")
+
+
+def test_a_refused_value_for_a_prompt_names_what_is_accepted() -> None:
+    with pytest.raises(ProgramError) as refused:
+        encode((1, 2), what="x", is_plain=True)
+    assert "text, numbers, lists or dicts whose keys are text" in refused.value.message
 
 
 def test_generator_function_is_concatenated() -> None:

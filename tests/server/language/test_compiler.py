@@ -159,6 +159,11 @@ def test_wrong_arguments_of_functions_are_refused(call: str, words: str) -> None
     assert words in error_of(f"yield {call}", signatures={"lookup": ("key",)}).message
 
 
+@pytest.mark.parametrize("sign", "+-")
+def test_a_sign_before_a_text_is_refused_by_its_name(sign: str) -> None:
+    assert f"`{sign}` needs a number, got text" in error_of(f"yield {sign}'a'").message
+
+
 def test_a_function_of_the_server_is_named_by_the_key_of_its_result() -> None:
     program = compile_source(
         "return {'best': lookup('a'), 'other': list.sum([1])}",

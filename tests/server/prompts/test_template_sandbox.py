@@ -1,4 +1,4 @@
-"""Features that templates may use, and limits that stop them."""
+"""Features that templates may use, and limits that stop hostile templates."""
 
 from __future__ import annotations
 
@@ -54,11 +54,9 @@ def test_macros_namespaces_and_nested_loops_run() -> None:
         "{% macro f(n) %}{% if n %}{{ n }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
         "{% set ns = namespace(n=0) %}"
         "{% for a in x %}{% for b in a %}{% set ns.n = ns.n + b %}{% endfor %}{% endfor %}"
-        "{{ ns.n }}:{{ f(3) }}:{% call f(1) %}{% endcall %}"
+        "{{ ns.n }}:{{ f(3) }}:end"
     )
-    assert render(source.replace("{% call f(1) %}{% endcall %}", "end"), x=[[1, 2], [3]]) == (
-        "6:321:end"
-    )
+    assert render(source, x=[[1, 2], [3]]) == "6:321:end"
 
 
 def test_proportionate_operators_are_allowed() -> None:
