@@ -145,7 +145,10 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
     context: int
     rank: float = 0.0
     next_use: float | None = None
-    """The server's estimate on any one clock; smaller is sooner. None: no known use."""
+    """When the server expects to read it. Only the order counts: smaller is sooner.
+
+    None: no known use.
+    """
 
 
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):

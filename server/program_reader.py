@@ -15,7 +15,10 @@ from .runtime.reporting.status import stored_phase, stored_variable
 
 
 class ProgramReader:
-    """Reads the programs of one server process for their tenants."""
+    """Reads the programs of one server process for their tenants.
+
+    The base class of `Executor`, which sets `programs`.
+    """
 
     programs: ProgramDirectory
 

@@ -28,7 +28,7 @@ class IOThread:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
-        """By process id: a forked process also has its parent's, whose thread it lacks."""
+        """By process id: a forked process has its parent's worker without its thread."""
         self._is_closed = False
 
     @property
@@ -49,7 +49,7 @@ class IOThread:
         worker.start_task(function, *args)
 
     def _new_worker(self) -> _Worker:
-        """Return the worker of this process; start one unless another thread does."""
+        """Return the worker of this process. If two threads create one, the first is used."""
         new = _Worker()
         worker = self._workers.setdefault(new.pid, new)
         if worker is new:
@@ -64,7 +64,7 @@ class IOThread:
         return worker
 
     def wake(self, function: Callable[[], object]) -> None:
-        """Call a function in the thread, if it runs."""
+        """Call a function in the thread, if the thread runs."""
         worker = self._workers.get(os.getpid())
         if worker is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

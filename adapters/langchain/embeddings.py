@@ -53,7 +53,7 @@ class ConureEmbeddings(BaseModel, Embeddings):
         return self.connection().embed(texts, model=self.model, dimensions=self.dimensions)
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the embedding of a query, which is that of the same document."""
+        """Return the embedding of a query, the same as of a document with this text."""
         return self.embed_documents([text])[0]
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:

@@ -5,8 +5,9 @@ nodes of a level are distributed evenly over those of the level above. `(1, 32)`
 is a prefix of 4096 tokens for 32 requests with 128 private tokens; `(256,)` and `(4096,)` is 256
 requests that share nothing.
 
-Ideal times assume that everything is read once while everything is multiplied, at given rates.
-The trees are PAT's (ASPLOS'26) and our own. No tensors and no device are used here.
+Ideal times assume that each byte is read once, and that reading and multiplying overlap perfectly.
+Rows named "PAT" are trees of the paper PAT (ASPLOS'26); the others are ours. No tensors and no
+device are used here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class BenchmarkRow:
     """The expected bound: `latency`, `memory`, `matrix`, `tree` or `unshared`; or `crossover`, if
     so little is shared that the planner decides."""
     nodes: tuple[int, ...]
-    """Nodes of each level, a multiple of those of the level above."""
+    """Number of nodes on each level: a multiple of the number on the level above."""
     tokens: tuple[int, ...]
     """Tokens of each node of the level."""
     heads: int = 32

@@ -82,7 +82,7 @@ class GenerationState:
         return num_appended, text
 
     def end_if_complete(self) -> str:
-        """End the output with `stop` if its grammar is complete, also at its maximum length.
+        """End the output with `stop` if its grammar is complete; `stop` also replaces `length`.
 
         Returns:
             The text that is final now.
@@ -100,7 +100,7 @@ class GenerationState:
         return self._end_text() if reason is None else ""
 
     def append_token(self, ids: list[int], token_id: int) -> str:
-        """Append one id unless it ends the output. Return the text that is final now."""
+        """Append one id unless it is in `stop_ids`. Return the text that is final now."""
         sampling = self.sampling
         if token_id in self.stop_ids:
             is_stop_token = token_id in sampling.stop_token_ids
@@ -113,11 +113,13 @@ class GenerationState:
         text = self.detokenizer.push(token_id, can_stop=can_stop)
         if self.detokenizer.stop is None and length < self.end:
             return text
-        self.finish_reason = FinishReason("length", None)
+        self.finish_reason = FinishReason(
+            "length", None
+        )  # `_end_text` replaces it for a stop string
         return text + self._end_text()
 
     def _end_text(self) -> str:
-        """Return the withheld text. A stop string in it is the reason of the end."""
+        """Return the withheld text. If a stop string was found, it becomes the reason."""
         text = self.detokenizer.finish()
         if self.detokenizer.stop is not None:
             self.finish_reason = FinishReason("stop", self.detokenizer.stop)

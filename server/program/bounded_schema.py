@@ -17,7 +17,7 @@ MAX_INTEGER: Final = 2**63 - 1_024
 """The largest 64-bit integer that a float64, in which llguidance keeps bounds, holds exactly."""
 
 MAX_BOUNDS: Final = 32
-"""Integers of a schema that is changed. Each bound takes about a millisecond to compile, and some
+"""Most integers in a schema that gets bounds. Each takes about a millisecond to compile, and some
 hundreds are too large for llguidance."""
 
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "contains", "then", "else")
@@ -28,9 +28,10 @@ _OBJECTS: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 def bound_integers(schema: dict[str, Json]) -> dict[str, Json]:
     """Return a schema whose integers are within `MAX_INTEGER`.
 
-    Schemas inside `not` and `if` are unchanged: a bound there would accept more values.
+    Schemas inside `not` and `if` are unchanged: a bound there would make the whole schema accept
+    more values.
     """
-    num_integers = [0]
+    num_integers = [0]  # a list, so that the recursion can count in it
     bounded = _bounded(schema, num_integers)
     return bounded if num_integers[0] <= MAX_BOUNDS else schema
 
@@ -56,7 +57,7 @@ def _bounded(schema: Json, num_integers: list[int]) -> Any:
 
 
 def _allows_integers(schema: dict[str, Json]) -> bool:
-    """Whether a schema has type `integer` and not `number`."""
+    """Whether a schema has type `integer`, not `number`, and neither `enum` nor `const`."""
     types = schema.get("type")
     names = types if isinstance(types, list) else [types]
     return "integer" in names and "number" not in names and not schema.keys() & {"enum", "const"}

@@ -3,9 +3,9 @@
 Of a thousand engines, a call considers at most a dozen: the engine with the most free tokens of
 each class (idle, with a latency-critical call, with other calls only), engines that hold one of its
 prefixes, engines that run its task group, and its affinity engine. The free tokens of an engine are
-its capacity minus its predicted peak. If none of these engines has room, another one has room in
-two cases only: it holds a prefix of the call, but was skipped because too many engines hold that
-prefix; or its peak comes after the end of this call.
+its capacity minus its predicted peak. If none of these engines has room, an engine that
+was not considered has room in two cases only: it holds a prefix of the call, but too many engines
+hold that prefix; or its predicted peak is after the end of this call.
 
 Out of scope: ranks and costs.
 
@@ -37,7 +37,7 @@ IDLE, LATENCY_CRITICAL, BATCH = range(3)
 
 @dataclass(slots=True, eq=False)
 class TaskGroupState:
-    """How many calls of a task group wait, and where the others run."""
+    """How many calls of a task group wait, and on which engines its other calls run."""
 
     waiting_tokens: int = 0
     num_waiting: int = 0
@@ -179,7 +179,7 @@ class EngineIndex:
         yield from self._related(request, group)
 
     def _related(self, request: ResourceRequest, group: TaskGroupState | None) -> Iterable[str]:
-        """Yield engines that hold a context or prefix of the call, or run its group."""
+        """Yield the affinity engine, engines that run the group, and engines that hold a prefix."""
         if request.affinity_engine is not None:
             yield request.affinity_engine
         if group is not None:

@@ -1,6 +1,6 @@
 """Send one request until it gets a final reply.
 
-Responsibility: retries, the body of a reply.
+Responsibility: retries, and decoding the body of a reply.
 Out of scope: sockets, event streams.
 Invariants: a request is repeated only if the server cannot do its work twice: reads, writes of one
 value, submissions under an idempotency key, appends with a request id, and requests that were
@@ -82,7 +82,7 @@ def is_retryable(reply: Reply, retry: Retry, num_refusals: int) -> bool:
 
 
 def _may_repeat(request: Request, reply: Reply) -> bool:
-    """Return whether the server cannot have done the work of a refused request, or may again."""
+    """Return whether the server did not do the work of a refused request, or may repeat it."""
     return request.repeatable or reply.status not in (502, 504)
 
 

@@ -2,8 +2,9 @@
 
 An accelerated chain is a copy of the user's chain with two kinds of wrappers around its Runnables.
 A `ValueProbe` reports the value of its Runnable to the active run. A `SubchainPlanner` plans its
-Runnable when the chain calls it, and therefore with the actual input. LangChain's events contain
-neither: both pass the call, the config and the result through.
+Runnable when the chain calls it, and therefore with the actual input. Neither appears in
+LangChain's events: both pass the call, the config and the result through. A plan *awaits* a value
+that the chain itself computes and planned calls read (see `planner`).
 
 Invariant: outside an accelerated run, a wrapper only passes the call through.
 """
@@ -27,7 +28,7 @@ class PassthroughRunnable(RunnableBindingBase[Any, Any]):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return False: the Runnable refers to objects of this process."""
+        """Return False: a wrapper refers to objects of this process."""
         return False
 
 

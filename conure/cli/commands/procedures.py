@@ -24,7 +24,7 @@ ACTIONS = {
     "list": "print all versions of all procedures",
     "show": "print one version with its parameters, results and program as JSON",
     "put": "store a version and let its alias name it; an equal program keeps its version",
-    "alias": "let an alias name another version with the same parameters and results",
+    "alias": "point an alias at another version with the same parameters and results",
     "remove": "remove a version that no alias names, or an alias; programs that run it have a copy",
 }
 
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
-    body = read_submission(arguments.file, (), needs_all=False)
+    body = read_submission(arguments.file, inputs=(), needs_all=False)
     stored = client.store_procedure(
         arguments.name, body, alias=arguments.alias, pin_s=arguments.pin_s
     )

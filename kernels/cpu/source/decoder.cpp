@@ -1,4 +1,5 @@
-// A Llama-like decoder of float32 or bfloat16 in one call, from the token ids to the last norm; see decoder.py.
+// A Llama-like decoder of float32 or bfloat16 in one call, from the token ids to the last norm;
+// see kernels/cpu/decoder.py.
 // Called one by one from Python, the nine operations of a layer cost the host as much as a tenth of
 // a decode step.
 //
@@ -19,9 +20,10 @@ struct Product {
 
 struct Layer {
   Product qkv, out, gate_up, down;
-  const void *head_norm, *norm_after_attention, *norm_after_mlp;
+  const void* head_norm;  // [H + K, D] or null
+  const void *norm_after_attention, *norm_after_mlp;  // [W]; the last one is the final norm
   void *keys, *values;
-  int64_t window;
+  int64_t window;  // tokens that a query sees; 2^62: all
 };
 
 struct DecoderArguments {
@@ -31,7 +33,7 @@ struct DecoderArguments {
   int64_t num_layers, width, inner, heads, kv_heads, dim;
   int64_t slot_stride, head_stride;  // of all caches
   int64_t dtype;  // of all numbers but the ids, positions and slots
-  int64_t is_invariant, prefers_pairs;
+  int64_t is_invariant, prefers_pairs;  // see AttentionArguments
   float eps, scale;
 };
 

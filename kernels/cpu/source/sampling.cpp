@@ -1,9 +1,10 @@
 // Sampling of tokens; see kernels/sampling.py, whose reference gives the same tokens.
 //
-// Nothing is sorted but tokens at the edge of top-k and top-p. Tokens are counted and weighed in
-// buckets of the distance from the largest score, and only the bucket in which a limit is reached
-// is put in order. The noise of a token needs two logarithms; a bound without them excludes almost
-// all tokens. Weights are float32; sums, scores and noise are float64.
+// A row takes the token with the largest sum of score and Gumbel noise. For top-k and top-p, tokens
+// fall into buckets by their distance from the largest score. Counts or weights are summed per
+// bucket, and only the bucket in which a limit is reached is sorted. The noise of a token needs two
+// logarithms; a bound without them excludes almost all tokens. Weights are float32; sums, scores
+// and noise are float64.
 //
 // Shapes: S rows of scores - V tokens - N random rows - C truncated rows.
 
@@ -104,7 +105,7 @@ class RowSampler {
     });
   }
 
-  // Keeps tokens, the largest score first, while the sum of those before is below a limit.
+  // Keeps a token if the measures of all tokens with larger scores sum to less than a limit.
   template <class Measure, class Limit>
   void keep_until(std::vector<Candidate>& kept, Measure measure, Limit limit) const {
     std::vector<double> sums(kBuckets);

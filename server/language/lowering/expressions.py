@@ -92,7 +92,8 @@ class ExpressionLowerer:
         Args:
             node: the expression.
             scope: the names it can read.
-            hint: the variable that `NameScope.version` made for the value, if it has one.
+            hint: the variable that `NameScope.version` made for the value, or None to make one if
+                needed.
 
         Raises:
             LanguageError: if the expression is not valid.
@@ -150,7 +151,7 @@ class ExpressionLowerer:
         Args:
             node: the dict.
             scope: the names it can read.
-            variable_of: returns a variable for the value of a key that a call makes.
+            variable_of: returns the variable for a key whose value is a call.
         """
         fields: dict[str, Expression] = {}
         for key, item in zip(node.keys, node.values, strict=True):
@@ -164,7 +165,7 @@ class ExpressionLowerer:
             self.emitter.count_text(len(key.value))
             fields[key.value] = self.lower(item, scope, variable).expression
         if "role" in fields and "context" in fields and "content" not in fields:
-            # The key of a message's text in the essay that this language comes from.
+            # In the essay that the language comes from, `context` is the text of a message.
             fields["content"] = fields.pop("context")
         return Value({"object": fields}, "object")
 
@@ -228,7 +229,7 @@ class ExpressionLowerer:
         return Value({"concat": operands}, kind)
 
     def _addend(self, value: Value, other: Value) -> Value:
-        """Return an operand of `+`: a message is added to a text as its text."""
+        """Return an operand of `+`: a message becomes its text, except beside a list."""
         if value.kind == "stream" or (value.kind == "message" and other.kind != "list"):
             return text_of(value)
         return Value(value.expression, "object") if value.kind == "message" else value
@@ -314,7 +315,7 @@ def _refuse(node: ast.expr) -> NoReturn:
 
 
 def _operands_of(value: Value) -> list[Expression]:
-    """Return the operands of a concatenation, or the only one."""
+    """Return the operands of a concatenation, or the expression itself as the only one."""
     expression = value.expression
     if isinstance(expression, dict) and "concat" in expression:
         return list(expression["concat"])

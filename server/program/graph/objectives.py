@@ -1,12 +1,12 @@
 """Performance objectives of calls, derived from the objectives of outputs (OSDI'24, section 5.2).
 
-The paper's rule applies to generate nodes; all other nodes are transparent:
+The paper's rule applies to generate nodes. Paths pass through other nodes without counting them:
 
-    throughput  every call that such an output depends on
-    latency     the calls that write such an output and, backwards stage by stage, the calls
-                they depend on. The stage of a call is its longest distance to such an output.
-                Calls of one stage with a common successor in the next stage are a task group:
-                only the end of the last one matters
+    throughput  every call that a throughput output depends on
+    latency     the calls that write a latency output and, backwards stage by stage, the calls
+                they depend on. The stage of a call is the number of calls after it on the
+                longest path to a latency output. Calls of one stage with a common successor
+                in the next stage are a task group: only the end of the last one matters
 
 A call with several objectives follows the strictest: latency alone, then latency in a group, then
 throughput. `deadline_s`, `ttft` and `tpot` count as `latency`.
@@ -94,7 +94,7 @@ def _group(slot_graph: SlotGraph, stages: list[int], is_direct: list[bool]) -> d
 
     Calls of a stage form a group if they have a common successor in the next stage, where a
     group of the next stage counts as one successor. Transparent slots are members of the sets,
-    so that the cost is linear in the edges.
+    so that the cost is linear in the number of edges.
     """
     is_call, successors = slot_graph.is_call, slot_graph.successors
     sets = _DisjointSets()

@@ -45,7 +45,7 @@ class ProcedureLibrary:
         )
 
     async def find(self, tenant: str, reference: str) -> Procedure:
-        """Return the procedure that a checked reference names.
+        """Return the procedure that a reference with valid syntax names.
 
         Raises:
             NotFoundError: `procedure.not_found`.

@@ -1,7 +1,7 @@
 """The execution of one generate node: renders a ready slot, runs it on an engine, reports a value.
 
-A call has one context, which grows slot by slot: the engine fills the literal text before an
-output, then generates the output.
+A call has one context, which grows slot by slot. A slot is an output with the literal text before
+it: the engine fills the text, then generates the output.
 
 Responsibility: the ids of the prompt, the context that stores them, and the engine's reports.
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 CHARS_PER_SEGMENT = 4
 """Characters that take as long to encode as a segment takes to render."""
 NUM_TAIL = 4
-"""Tokens before an output that determine how its first token is decoded."""
+"""How many tokens before an output can change how its first token is decoded."""
 
 
 class LLMCall:

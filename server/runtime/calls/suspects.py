@@ -3,12 +3,12 @@
 When an engine dies, any call on it may be the cause, so all of them become *suspects*. At most half
 as many suspects then run at once, those with fewer deaths first. A call that is not the cause ends,
 or runs for `PROBATION_S`. The call that is the cause kills an engine again, each time among half as
-many suspects, until it runs alone: of n calls, it is found after log2(n) + 1 deaths.
+many suspects, until it runs alone: of n calls, it is found after max(3, log2(n) + 1) deaths.
 
 Out of scope: calls that were never on an engine that died; the scheduler places them as usual.
 
-Invariants: a suspect either waits in the gate, or was started and has not left, or is not in the
-gate's records. While a suspect waits, at least one runs.
+Invariants: a suspect is either waiting or running, never both. While a suspect waits, at least one
+runs.
 """
 
 from __future__ import annotations

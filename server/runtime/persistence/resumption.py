@@ -1,11 +1,11 @@
 """Resumes the unfinished programs of an earlier server process.
 
-The programs that a start can resume within `START_S` are resumed before the server is ready, the
-others in slices, oldest first, and a program that a client requests at once. Watched programs are
-last, one by one.
+As many programs as `START_S` allows are resumed before the server is ready, the others afterwards
+in the background, oldest first. A program that a client requests is resumed immediately. Watched
+programs (`program_watch`) are resumed last.
 
 Invariants: every unfinished program is resumed once, or ended with a code. The watch over a program
-is durable before the program is resumed.
+is durable before the program is resumed, if the disk can be written within `END_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Resumption:
 
         Args:
             journal: the journal.
-            services: of the server.
+            services: The services of the server.
             programs: where requests find the programs.
             create_run: makes the run of a restored program.
             on_ended: is called with the status of a program that cannot be resumed, once its end
@@ -121,7 +121,7 @@ class Resumption:
             problem = problem_of("program.unreadable")
         else:
             return
-        with contextlib.suppress(Exception):  # its run may be broken, too
+        with contextlib.suppress(Exception):  # suspending a partly restored run may fail, too
             self._programs.discard_id(stored.id)
         self._ends.append(self._end(stored, problem))
 

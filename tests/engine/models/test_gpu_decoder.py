@@ -121,7 +121,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             {one.device.type for one in tree_flatten(found)[0] if isinstance(one, Tensor)}
             for found in ((args, kwargs), out)
         )
-        assert not ("meta" in given and "cpu" in made), f"{func} brings something home"
+        assert not ("meta" in given and "cpu" in made), f"{func} copies from the device to the host"
         assert given != {"meta", "cpu"}, f"{func} reads both here and there"
         return out
 

@@ -58,7 +58,7 @@ async def test_oldest_programs_are_deleted_above_the_size(tmp_path: Path) -> Non
         num_deleted = await expire(harness, limits)
         assert 100 <= num_deleted < 250
         assert await expire(harness, limits) == 0
-        # Not more than exceed the limit are deleted.
+        # No more programs are deleted than the limit requires.
         used = await harness.executor.services.journal._reader.read(used_bytes)
         assert used > 3_000_000
         with pytest.raises(NotFoundError):
