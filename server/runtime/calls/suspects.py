@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 
@@ -98,11 +99,17 @@ class SuspectGate:
         # In a later turn: after a death, all calls of the engine leave before any enters again.
         asyncio.get_running_loop().call_soon(self._admit)
 
+    def _limit(self, num_deaths: int) -> float:
+        """Return how many suspects may run before a call with this number of deaths starts."""
+        if self.is_open:  # all suspects have ended or passed; their later outputs are no suspects
+            return math.inf
+        return self._limits.get(num_deaths, 1)
+
     def _admit(self) -> None:
         while self._heap:
             num_deaths, _, call = self._heap[0]
             is_waiting = call in self._waiting
-            if is_waiting and len(self._running) >= self._limits.get(num_deaths, 1):
+            if is_waiting and len(self._running) >= self._limit(num_deaths):
                 return
             heapq.heappop(self._heap)
             if is_waiting:

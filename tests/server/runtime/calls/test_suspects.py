@@ -65,6 +65,22 @@ async def test_probation_opens_the_gate(monkeypatch: pytest.MonkeyPatch) -> None
     await asyncio.wait_for(started.wait(), 60)
 
 
+async def test_calls_that_have_passed_are_not_limited_again() -> None:
+    gate = SuspectGate()
+    started: list[str] = []
+    gate.engine_died([1, 1])
+    for call in "ab":
+        gate.enter(call, 1, partial(started.append, call))
+    assert started == ["a"]
+    for call in "ab":
+        gate.leave(call)
+        await asyncio.sleep(0)
+    assert gate.is_open
+    for call in "ab":
+        gate.enter(call, 1, partial(started.append, call))
+    assert started == ["a", "b", "a", "b"]
+
+
 @given(st.integers(1, 40), st.integers(0, 39))
 def test_guilty_call_is_found_and_no_other_fails(num_calls: int, guilty: int) -> None:
     """Play deaths until all calls have ended: the engine dies whenever the guilty call runs."""
