@@ -33,7 +33,8 @@ class ConureEmbeddings(BaseModel, Embeddings):
     api_key: SecretStr | None = Field(
         default_factory=lambda: SecretStr(key) if (key := os.getenv("CONURE_API_KEY")) else None
     )
-    """Bearer token for a proxy. None: the environment variable CONURE_API_KEY."""
+    """Bearer token for a proxy. Default: that of the environment variable CONURE_API_KEY. None: no
+    token."""
     default_headers: dict[str, str] | None = None
     """HTTP headers that are sent with every request, for example for a proxy."""
     client: Client | None = Field(default=None, exclude=True)

@@ -235,6 +235,42 @@ class SubchainPlanner(PassthroughRunnable):
         async for chunk in chunks if active is None else aiterate_in(active, chunks):
             yield chunk
 
+    def transform(
+        self,
+        input: Iterator[Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Plan the Runnable for the whole input, and run it."""
+        if current_run() is None:
+            yield from self.bound.transform(input, config, **kwargs)
+            return
+        given, total = list(input), _ChunkSum()
+        for chunk in given:
+            total.add(chunk)
+        (active,) = self._plan([total.value], config) if given else [None]
+        chunks = self.bound.transform(iter(given), config, **kwargs)
+        yield from chunks if active is None else iterate_in(active, chunks)
+
+    async def atransform(
+        self,
+        input: AsyncIterator[Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Plan the Runnable for the whole input, and run it."""
+        if current_run() is None:
+            async for chunk in self.bound.atransform(input, config, **kwargs):
+                yield chunk
+            return
+        given, total = [chunk async for chunk in input], _ChunkSum()
+        for chunk in given:
+            total.add(chunk)
+        (active,) = self._plan([total.value], config) if given else [None]
+        chunks = self.bound.atransform(_each(given), config, **kwargs)
+        async for chunk in chunks if active is None else aiterate_in(active, chunks):
+            yield chunk
+
     def _plan(
         self,
         inputs: list[Any],
@@ -267,6 +303,11 @@ class _RunInContext(PassthroughRunnable):
         active, given = input
         with _activated(active):
             return (await self.bound.abatch([given], config, **kwargs))[0]
+
+
+async def _each(chunks: list[Any]) -> AsyncIterator[Any]:
+    for chunk in chunks:
+        yield chunk
 
 
 def _activated(active: ActiveRun | None) -> Any:

@@ -49,7 +49,8 @@ class ChatSettings(BaseChatModel):
     api_key: SecretStr | None = Field(
         default_factory=lambda: SecretStr(key) if (key := os.getenv("CONURE_API_KEY")) else None
     )
-    """Bearer token for a proxy. None: the environment variable CONURE_API_KEY."""
+    """Bearer token for a proxy. Default: that of the environment variable CONURE_API_KEY. None: no
+    token."""
     base_url: str | None = None
     """URL of the server. None: the environment variable CONURE_URL, else 127.0.0.1:8400."""
     client: Client | None = Field(default=None, exclude=True)

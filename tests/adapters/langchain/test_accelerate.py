@@ -655,6 +655,17 @@ async def test_items_have_runs_and_errors_of_batches(llm: ChatConure, name: str)
     await llm.async_connection().close()
 
 
+async def test_the_body_of_a_retry_is_planned_in_a_stream(llm: ChatConure) -> None:
+    again = ask("{x}") | llm | TEXT | str.upper | ask("{y}") | llm | TEXT
+    chain = ask("{x}") | llm | TEXT | again.with_retry() | ask("{z}") | llm | TEXT
+    expected = await asyncio.to_thread(chain.invoke, "tea")
+    fast = accelerate(chain)
+    assert "".join(await asyncio.to_thread(lambda: list(fast.stream("tea")))) == expected
+    assert "".join([text async for text in fast.astream("tea")]) == expected
+    assert [(run.num_served, run.misses) for run in fast.explain().runs] == [(4, [])] * 2
+    await llm.async_connection().close()
+
+
 async def test_chain_with_rejected_plan_continues(llm: ChatConure) -> None:
     bad = llm.bind(constraint={"regex": "(?=a)b"})
     said = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
