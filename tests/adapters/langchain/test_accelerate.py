@@ -176,12 +176,12 @@ def test_planned_text_is_streamed_while_it_is_generated(
     with Client(app=create_app(config)) as client:
         short = ChatConure(client=client, temperature=0, max_tokens=20, ignore_eos=True)
         long = short.model_copy(update={"max_tokens": 2_000})
-        text = accelerate(ask("{x}") | short | TEXT | ask("{y}") | long | TEXT).stream("tea")
-        assert isinstance(text, Generator)
-        start = next(text) + next(text)
+        chunks = accelerate(ask("{x}") | short | TEXT | ask("{y}") | long).stream("tea")
+        assert isinstance(chunks, Generator)
+        start = next(chunks).text + next(chunks).text
         (program,) = submitted
         assert client.attach(program).status().status == "running"
-        text.close()
+        chunks.close()
         same = short.model_copy(update={"max_tokens": len(start)})
         assert (ask("{x}") | short | TEXT | ask("{y}") | same | TEXT).invoke("tea") == start
 

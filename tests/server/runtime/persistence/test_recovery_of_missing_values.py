@@ -66,6 +66,7 @@ async def test_program_that_was_failing_fails_after_a_restart(tmp_path: Path) ->
     ]
     async with server_harness(tmp_path) as harness:
         program = await harness.submit(nodes, variables={"never": {}})
+        await program.event("client.requested", node="source")
         await program.put_error("lost", "tool.down")
         await program.event("client.requested", node="step")
         await program.put_error("made", "tool.down")
