@@ -245,10 +245,8 @@ class SubchainPlanner(PassthroughRunnable):
         if current_run() is None:
             yield from self.bound.transform(input, config, **kwargs)
             return
-        given, total = list(input), _ChunkSum()
-        for chunk in given:
-            total.add(chunk)
-        (active,) = self._plan([total.value], config) if given else [None]
+        given = list(input)
+        active = self._plan_sum(given, config)
         chunks = self.bound.transform(iter(given), config, **kwargs)
         yield from chunks if active is None else iterate_in(active, chunks)
 
@@ -263,13 +261,20 @@ class SubchainPlanner(PassthroughRunnable):
             async for chunk in self.bound.atransform(input, config, **kwargs):
                 yield chunk
             return
-        given, total = [chunk async for chunk in input], _ChunkSum()
-        for chunk in given:
-            total.add(chunk)
-        (active,) = self._plan([total.value], config) if given else [None]
+        given = [chunk async for chunk in input]
+        active = self._plan_sum(given, config)
         chunks = self.bound.atransform(_each(given), config, **kwargs)
         async for chunk in chunks if active is None else aiterate_in(active, chunks):
             yield chunk
+
+    def _plan_sum(self, chunks: list[Any], config: RunnableConfig | None) -> ActiveRun | None:
+        """Plan the input that consists of these chunks; return its active run."""
+        if not chunks:
+            return None
+        total = _ChunkSum()
+        for chunk in chunks:
+            total.add(chunk)
+        return self._plan([total.value], config)[0]
 
     def _plan(
         self,

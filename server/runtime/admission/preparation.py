@@ -99,7 +99,11 @@ async def prepare_append(
         )
     _check_names(expanded.variables, append.variables, "variables")
     variables = append.variables | expanded.variables
-    new = {name: each for name, each in variables.items() if not _is_resolved(name, graph)}
+    new = variables
+    if repeated := variables.keys() & graph.variables.keys():
+        new = variables.copy()
+        for name in repeated - (graph.inputs - graph.provided_inputs):
+            del new[name]
     inputs = _with_defaults(new, expanded.nodes, append.inputs)
     if inputs == append.inputs and expanded.nodes == append.nodes:
         return PreparedAppend(append, body)
@@ -117,13 +121,6 @@ def _check_names(new: Mapping[str, Variable], own: Mapping[str, Variable], path:
             f"variable `{name}` has the name of a variable in a procedure call: rename it",
             path=f"{path}.{name}",
         )
-
-
-def _is_resolved(name: str, graph: Graph) -> bool:
-    """Return whether a variable of a program has a value, or a node that writes it."""
-    if name not in graph.variables:
-        return False
-    return name in graph.provided_inputs or name not in graph.inputs
 
 
 def _with_defaults(

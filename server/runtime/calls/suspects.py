@@ -101,7 +101,7 @@ class SuspectGate:
 
     def _limit(self, num_deaths: int) -> float:
         """Return how many suspects may run before a call with this number of deaths starts."""
-        if self.is_open:  # all suspects have ended or passed; their later outputs are no suspects
+        if self.is_open:  # all suspects have ended or have passed their probation
             return math.inf
         return self._limits.get(num_deaths, 1)
 
