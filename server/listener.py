@@ -17,6 +17,11 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 class PortError(Exception):
     """The address cannot be used. The message names the address and the reason."""
 
+    def __init__(self, message: str, *, is_in_use: bool) -> None:
+        super().__init__(message)
+        self.is_in_use = is_in_use
+        """Another process uses the port."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind the port without listening yet, so that early clients are refused and do not hang.
@@ -33,9 +38,11 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE and is_conure(host, port):
+        is_in_use = error.errno == errno.EADDRINUSE
+        if is_in_use and is_conure(host, port):
             reason += " by a Conure server"
-        raise PortError(f"cannot listen on {address(host, port)}: {reason}") from error
+        message = f"cannot listen on {address(host, port)}: {reason}"
+        raise PortError(message, is_in_use=is_in_use) from error
     return listener
 
 

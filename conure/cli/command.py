@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from enum import IntEnum
 from pathlib import Path
 
 from conure.adapters.client import Client, Retry
-from conure.adapters.client.connection import DEFAULT_URL
+from conure.adapters.client.connection import DEFAULT_URL, address_of
 from conure.server.program.errors import ConureError, ProgramError
 
 
@@ -65,23 +64,31 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, the address of the server."""
     parser.add_argument(
         "--url",
-        default=os.environ.get("CONURE_URL") or DEFAULT_URL,
         help=f"address of the server (default: $CONURE_URL, or {DEFAULT_URL})",
     )
 
 
-def connect(url: str, *, wait_s: float = 0.0) -> Client:
+def server_address(url: str | None) -> str:
+    """Return the address of the server that `--url` names; None: the default.
+
+    Raises:
+        UsageError: if `url` is not the URL of a server.
+    """
+    try:
+        return address_of(url, name="--url")
+    except ProgramError as exc:
+        raise UsageError(exc.message) from exc
+
+
+def connect(url: str | None, *, wait_s: float = 0.0) -> Client:
     """Return a client of the server at `url`.
 
     Args:
-        url: `http://HOST:PORT`.
-        wait_s: how long to wait for a server that answered before and is lost.
+        url: `http://HOST:PORT`; None: the default of `--url`.
+        wait_s: how long to wait for the server to come back after it is lost.
 
     Raises:
         UsageError: if `url` is not the URL of a server.
     """
     retry = Retry(unreachable_timeout_s=wait_s, first_contact_timeout_s=0.0)
-    try:
-        return Client(url, retry=retry)
-    except ProgramError as exc:
-        raise UsageError(f"--url {url!r} is not a server URL; expected http://HOST:PORT") from exc
+    return Client(server_address(url), retry=retry)

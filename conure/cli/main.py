@@ -43,7 +43,7 @@ COMMANDS = (
     Command("journal", "check, back up or clean up the journal of a server"),
     Command("doctor", "find out why a server cannot start or is slow"),
     Command("bench", "measure a running server"),
-    Command("demo", "show what a whole program gains, in 15 seconds"),
+    Command("demo", "show in 15 seconds how much faster whole programs run"),
     Command("completion", "print a script that completes commands in a shell"),
 )
 

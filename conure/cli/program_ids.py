@@ -33,7 +33,9 @@ def unique_id(word: str, ids: Sequence[str]) -> str:
     """
     if len(ids) > 1:
         shown = ", ".join([*ids[:MAX_SHOWN], *(["..."] if len(ids) > MAX_SHOWN else [])])
-        raise UsageError(f"{word!r} begins the ids of several programs, {shown}; give more digits")
+        raise UsageError(
+            f"the ids of several programs begin with {word!r}: {shown}; give more digits"
+        )
     return ids[0] if ids else word
 
 

@@ -70,7 +70,7 @@ def _decode(file: Path) -> dict[str, Any]:
     except OSError as exc:
         raise UsageError(f"{file}: {exc.strerror or exc}") from exc
     except msgspec.DecodeError as exc:
-        hint = "" if file.suffix == ".json" else f"; texts end in {', '.join(LANGUAGES)}"
+        hint = "" if file.suffix == ".json" else f"; names of texts end in {', '.join(LANGUAGES)}"
         raise UsageError(f"{file}: {exc}{hint}") from exc
     if not isinstance(content, dict):
         raise UsageError(f"{file}: expected a JSON object")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from conure import __version__
+from conure.adapters.client.connection import MAX_PORT
 from conure.server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -83,13 +84,18 @@ class Machine(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure doctor`."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="model directory that a server shall load"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory or name of the model that the server is to load",
     )
-    parser.add_argument("--host", default=DEFAULT_HOST, help="address that a server shall use")
+    parser.add_argument("--host", default=DEFAULT_HOST, help="address that the server is to use")
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="port that a server shall use"
+        "--port", type=int, default=DEFAULT_PORT, help="port that the server is to use"
     )
-    parser.add_argument("--data", type=file_path, help="journal directory that a server shall use")
+    parser.add_argument(
+        "--data", type=file_path, help="journal directory that the server is to use"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -248,12 +254,12 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     try:
         bind(host, port).close()
     except PortError as exc:
-        yield Finding(
-            "problem",
-            "port",
-            f"{exc}; stop the process that uses the port (`ss -ltnp sport = :{port}`), or choose "
-            f"another: conure serve --port {port + 1}",
-        )
+        if exc.is_in_use:
+            advice = f"stop the process that uses the port (`ss -ltnp sport = :{port}`), or choose "
+            advice += f"another: conure serve --port {port + 1 if port < MAX_PORT else port - 1}"
+        else:
+            advice = f"choose another: conure serve --host {DEFAULT_HOST} --port {DEFAULT_PORT}"
+        yield Finding("problem", "port", f"{exc}; {advice}")
         return
     yield Finding("ok", "port", f"{address(host, port)} is free")
 

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "program",
         metavar="FILE|ID",
-        help="JSON file with a program or a submission, - for stdin; or "
-        "the id of a program, or its first digits",
+        help="FILE: a program or a submission as JSON, or a text (.py, .template), - for stdin; "
+        "ID: the id of a program, or its first digits",
     )
     add_inputs(
         parser,
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print an explanation."""
     file = Path(arguments.program)
     with connect(arguments.url) as client:
-        if file == STDIN or file.exists() or not _is_program(arguments.program):
+        if file == STDIN or not _is_program(arguments.program) or file.exists():
             body = read_submission(file, arguments.inputs, needs_all=False)
             explanation = client.explain(body)
         else:

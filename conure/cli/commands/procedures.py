@@ -23,9 +23,9 @@ from ..terminal import pretty, table
 ACTIONS = {
     "list": "print all versions of all procedures",
     "show": "print one version with its parameters, results and program as JSON",
-    "put": "store a version and let its alias name it; an equal program keeps its version",
+    "put": "store a version and point its alias at it; an unchanged program gets no new version",
     "alias": "point an alias at another version with the same parameters and results",
-    "remove": "remove a version that no alias names, or an alias; programs that run it have a copy",
+    "remove": "remove an alias, or a version that no alias names; running programs keep their copy",
 }
 
 

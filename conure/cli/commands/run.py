@@ -19,7 +19,7 @@ from conure.adapters.client import Run
 from conure.server.program.errors import UnavailableError
 from conure.server.program.status import ProgramStatus, VariableStatus
 
-from ..command import CommandError, ExitCode, UsageError, add_url, connect
+from ..command import CommandError, ExitCode, UsageError, add_url, connect, server_address
 from ..submission_file import add_inputs, graph_of, read_submission
 from ..terminal import PrintedFailures, json_line, pretty, progress, summary
 
@@ -92,12 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.trace is not None:
             body["options"] = {**body.get("options", {}), "trace": True}
         submitted = client.submit(body, follow=True)
-        url = arguments.url.rstrip("/")
+        url = server_address(arguments.url)
         failures = PrintedFailures()
         try:
             status = _follow(submitted, url, failures, is_verbose=arguments.verbose)
         except KeyboardInterrupt:
-            sys.stderr.write(f"{submitted.id} continues; see it: {_commands(submitted.id, url)}\n")
+            sys.stderr.write(f"{submitted.id} keeps running: {_commands(submitted.id, url)}\n")
             return ExitCode.INTERRUPTED
         except UnavailableError as exc:
             found = f"{submitted.id} is stored; when the server is back, see it"

@@ -142,6 +142,11 @@ def load_functions(module_name: str) -> Mapping[str, Callable[..., Any]]:
     Raises:
         UsageError: if the module cannot be imported or lacks the dict `functions`.
     """
+    if not all(map(str.isidentifier, module_name.split("."))):
+        raise UsageError(
+            f"--functions {module_name}: not the name of a module; give for example `tools` for "
+            "tools.py in the working directory"
+        )
     # As `python -m` does: import from the working directory.
     sys.path.insert(0, "")
     try:

@@ -14,6 +14,7 @@ from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
 from conure.engine.models import builtin, registry
+from conure.server.listener import PortError
 from conure.server.store.database import lock_folder
 
 HEALTHY = Machine(
@@ -151,6 +152,16 @@ def test_taken_port_is_named() -> None:
         finding = only(doctor.check_port("127.0.0.1", port))
     assert finding.level == "problem"
     assert f"conure serve --port {port + 1}" in finding.text
+
+
+def test_port_without_permission_is_not_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(host: str, port: int) -> None:
+        raise PortError("cannot listen on 127.0.0.1:80: Permission denied", is_in_use=False)
+
+    monkeypatch.setattr(doctor, "bind", refuse)
+    finding = only(doctor.check_port("127.0.0.1", 80))
+    assert finding.level == "problem"
+    assert finding.text.endswith("choose another: conure serve --host 127.0.0.1 --port 8400")
 
 
 def test_address_of_ipv6_is_written_as_in_a_url() -> None:

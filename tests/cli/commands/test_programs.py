@@ -208,6 +208,13 @@ def twins(url: str, request: pytest.FixtureRequest) -> tuple[str, str]:
     return first.id, second.id
 
 
+def test_explain_of_json_in_the_command_line_is_one_error_line(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", '{"nodes": []}' * 100, "--url", url]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["logs", "explain", "trace", "cancel"])
 def test_ambiguous_digits_are_refused_in_one_line(
     command: str, url: str, twins: tuple[str, str], capsys: pytest.CaptureFixture[str]
@@ -216,7 +223,7 @@ def test_ambiguous_digits_are_refused_in_one_line(
     assert main([command, digits, "--url", url]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert "begins the ids of several programs" in printed.err
+    assert "the ids of several programs begin with" in printed.err
     assert all(id_ in printed.err for id_ in twins)
     assert main(["cancel", twins[0][:10], "--url", url]) == 0
     assert capsys.readouterr().out == f"{twins[0]}: cancelled\n"

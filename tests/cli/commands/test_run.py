@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from conure.adapters.client import Run
+from conure.cli.command import server_address
 from conure.cli.main import build_parser, main
 from conure.server.program.errors import UnavailableError
 
@@ -202,8 +203,8 @@ def test_missing_server_exits_3(file: Path, capsys: pytest.CaptureFixture[str]) 
 def test_url_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def parsed(*argv: str) -> Any:
-        return build_parser("run").parse_args(["run", "f", *argv]).url
+    def parsed(*argv: str) -> str:
+        return server_address(build_parser("run").parse_args(["run", "f", *argv]).url)
 
     monkeypatch.delenv("CONURE_URL", raising=False)
     assert parsed() == "http://127.0.0.1:8400"
@@ -243,7 +244,7 @@ def test_programs_that_may_be_complete_are_submitted(submission: object, file: P
 @pytest.mark.parametrize(
     ("error", "code", "expected_text"),
     [
-        (KeyboardInterrupt(), 130, "p_1 continues; see it: conure logs p_1 -f --url http://there"),
+        (KeyboardInterrupt(), 130, "p_1 keeps running: conure logs p_1 -f --url http://there"),
         (UnavailableError("server.draining", "stopping"), 3, "p_1 is stored; when the server is"),
     ],
 )
@@ -337,7 +338,25 @@ def test_malformed_url_is_rejected(
     url: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", write(file, {}), "--url", url]) == 2
-    assert capsys.readouterr().err.startswith(f"conure: --url {url!r} is not a server URL")
+    assert f"conure: --url {url!r} is not the address of a server" in capsys.readouterr().err
+
+
+def test_malformed_url_is_shown_without_its_password(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "http://user:secret@there:8400/v1/models"
+    assert main(["run", write(file, {}), "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert "/v1/models is a route of it" in error
+    assert "secret" not in error
+
+
+def test_malformed_url_of_the_environment_is_named(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONURE_URL", "ftp://there")
+    assert main(["run", write(file, {})]) == 2
+    assert "the environment variable CONURE_URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -404,7 +423,7 @@ def test_a_text_in_another_file_names_the_endings(
     text = tmp_path / "tea.txt"
     text.write_text("return gen('Tea is ')")
     assert main(["run", str(text)]) == 2
-    assert "texts end in .py, .decoder, .template" in capsys.readouterr().err
+    assert "names of texts end in .py, .decoder, .template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])

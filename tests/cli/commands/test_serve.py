@@ -142,6 +142,8 @@ def test_batch_invariance_reaches_the_engine() -> None:
         ["serve", "--dummy-weights", "/", "somebody/model"],
         ["serve", "--functions", "no_such_module_at_all"],
         ["serve", "--functions", "json"],
+        ["serve", "--functions", "./functions.py"],
+        ["serve", "--functions", ".functions"],
     ],
 )
 def test_wrong_usage_exits_2_with_one_line(
