@@ -44,7 +44,6 @@ from .async_io import (
     AsyncStepRunner,
     call_function,
     is_interruption,
-    shield,
     sleep,
 )
 from .client_steps import (
@@ -70,7 +69,7 @@ from .exchange import models, procedures, programs
 from .exchange.problems import ServerUnreachableError
 from .exchange.programs import Submittable
 from .exchange.records import Flow, Reply, Request, Sleep
-from .exchange.retry import Retry
+from .exchange.retry import CANCEL_TIMEOUT_S, Retry
 from .owned_generator import OwnedGenerator
 
 T = TypeVar("T")
@@ -107,8 +106,8 @@ class AsyncClient(AsyncBaseClient):
             follow: request the program's events as the reply, which saves a round trip. The next
                 call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
-            retry_within_s: repeat this request, and those of the returned run, for at most this
-                time. None: as long as the client's `Retry` allows.
+            retry_within_s: wait for the replies to this request, and to those of the returned run,
+                for at most this time. None: as long as the client's `Retry` allows.
 
         Raises:
             ProgramError: if the program is invalid.
@@ -117,7 +116,7 @@ class AsyncClient(AsyncBaseClient):
         body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
-        retry = self._retry.bounded(retry_within_s)
+        retry = self._retry.from_now(retry_within_s)
         # The outputs of a text are known to the server only, and its events do not list them.
         if not follow or "source" in body:
             accepted = await self._do(programs.submit(body, retry, key=idempotency_key))
@@ -184,12 +183,13 @@ class AsyncClient(AsyncBaseClient):
         except ConureError:
             raise
         except BaseException:
-            with contextlib.suppress(ConureError):
+            # RuntimeError: the client was closed meanwhile.
+            with contextlib.suppress(ConureError, RuntimeError):
                 if run is not None:
-                    await shield(run.cancel())
+                    await run.cancel(timeout_s=CANCEL_TIMEOUT_S)
                 elif "id" in body:  # the server may have accepted the submission
-                    cancel = programs.cancel(body["id"], Retry(max_retries=0))
-                    await shield(self._do(cancel))
+                    cancel = programs.cancel(body["id"], self._retry.from_now(CANCEL_TIMEOUT_S))
+                    await self._shield(self._do(cancel))
             raise
 
     async def explain(
@@ -389,7 +389,7 @@ class AsyncClient(AsyncBaseClient):
         response = await http.send(message, stream=request.accepts_stream)
         if not request.accepts_stream:
             return reply_of(response, response.content)
-        if begins_event_stream(response):
+        if begins_event_stream(response, request.timeout_s):
             return reply_of(response, b"", response)
         async with contextlib.aclosing(response):
             return reply_of(response, await response.aread())
@@ -515,12 +515,22 @@ class AsyncRun:
         """Add nodes to a program that was submitted with `open`, or close it."""
         return await self._client._do(programs.append(self.id, more, self._retry))
 
-    async def cancel(self) -> ProgramStatus:
-        """Cancel the program. Nodes that have ended keep their results."""
+    async def cancel(self, *, timeout_s: float | None = None) -> ProgramStatus:
+        """Cancel the program. Nodes that have ended keep their results.
+
+        The request is sent even if the caller is cancelled meanwhile.
+
+        Args:
+            timeout_s: how long to wait for the server. None: as long as the client's `Retry`
+                allows.
+        """
+        return await self._client._shield(self._cancel(self._retry.from_now(timeout_s)))
+
+    async def _cancel(self, retry: Retry) -> ProgramStatus:
         attached, self._attached = self._attached, None
         if attached is not None:
             await attached.response.aclose()
-        return await self._client._do(programs.cancel(self.id, self._retry))
+        return await self._client._do(programs.cancel(self.id, retry))
 
     async def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
         """Wait for all outputs, at most `wait_s` seconds for each.

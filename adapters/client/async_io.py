@@ -13,7 +13,7 @@ import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 
@@ -22,7 +22,8 @@ from .connection import LIMITS, ClientSettings
 from .exchange.retry import Retry
 from .local_app import Application, AsyncTransport
 
-shield = asyncio.shield
+T = TypeVar("T")
+
 sleep = asyncio.sleep
 
 
@@ -56,6 +57,8 @@ class AsyncBaseClient:
         )
         self._owns_app = settings is None
         self._per_loop: dict[asyncio.AbstractEventLoop, _LoopConnections] = {}
+        self._shielded: set[asyncio.Task[Any]] = set()
+        """Requests that are sent even if their caller is cancelled."""
         self._pid = os.getpid()
 
     async def __aenter__(self) -> Self:
@@ -71,7 +74,10 @@ class AsyncBaseClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop, and the application if the client owns it."""
-        connections = self._per_loop.pop(asyncio.get_running_loop(), None)
+        loop = asyncio.get_running_loop()
+        if shielded := [task for task in self._shielded if task.get_loop() is loop]:
+            await asyncio.wait(shielded)
+        connections = self._per_loop.pop(loop, None)
         if connections is not None:
             await connections.lifetime.aclose()
         if self._owns_app and self._settings.local_app is not None:
@@ -118,6 +124,16 @@ class AsyncBaseClient:
         self._per_loop[loop] = _LoopConnections(http, lifetime)
         await anext(lifetime)
         return http
+
+    async def _shield(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Perform an operation to its end, even if the caller is cancelled once or several times.
+
+        A cancel scope of anyio cancels its task again at each `await`.
+        """
+        task = asyncio.create_task(operation)
+        self._shielded.add(task)
+        task.add_done_callback(self._shielded.discard)
+        return await asyncio.shield(task)
 
     async def _lifetime(
         self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient

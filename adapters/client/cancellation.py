@@ -1,7 +1,8 @@
 """Context managers that cancel a program if the block that uses it does not complete.
 
 Invariants: the exception of the block is raised unchanged. An error of the cancellation itself is
-ignored, for example if the client was closed meanwhile. If the block could not reach the server,
+ignored, for example if the client was closed meanwhile; a server that does not answer delays the
+exception by a few seconds. If the block could not reach the server,
 the program is not cancelled: the caller has already waited as long as `Retry` allows.
 """
 
@@ -14,6 +15,7 @@ from conure.server.program.errors import ConureError
 
 from .async_client import AsyncRun
 from .exchange.problems import ServerUnreachableError
+from .exchange.retry import CANCEL_TIMEOUT_S
 from .sync_client import Run
 
 
@@ -26,7 +28,7 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
         raise
     except BaseException:
         with contextlib.suppress(ConureError, RuntimeError):
-            run.cancel()
+            run.cancel(timeout_s=CANCEL_TIMEOUT_S)
         raise
 
 
@@ -39,7 +41,7 @@ def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
     async def cancel_if_failed(kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, ServerUnreachableError):
             with contextlib.suppress(ConureError, RuntimeError):
-                await run.cancel()
+                await run.cancel(timeout_s=CANCEL_TIMEOUT_S)
 
     stack = contextlib.AsyncExitStack()
     stack.push_async_exit(cancel_if_failed)

@@ -10,6 +10,7 @@ unreachable for the time that `Retry` allows.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -39,7 +40,7 @@ STREAM_SILENCE_S = 45.0
 _ROUTE = re.compile(
     r"/v1/(chat/completions|completions|embeddings|models|programs|responses|session)(?=/*$)"
 )
-"""Routes that are given as the address of a server by mistake."""
+"""Routes that users mistakenly give as the address of a server."""
 
 LAST: Final = "program.finished"
 """The event that ends every stream."""
@@ -88,6 +89,7 @@ class ClientSettings:
 
     def request_arguments(self, request: Request) -> dict[str, Any]:
         """Return the arguments of httpx's `build_request`."""
+        limit_s = math.inf if request.timeout_s is None else request.timeout_s
         return {
             "method": request.method,
             "url": request.path,
@@ -95,9 +97,9 @@ class ClientSettings:
             "params": request.query or None,
             "headers": request.headers,
             "timeout": httpx.Timeout(
-                self.timeout_s,
-                connect=min(CONNECT_TIMEOUT_S, self.timeout_s),
-                read=self.timeout_s + request.wait_s,
+                min(self.timeout_s, limit_s),
+                connect=min(CONNECT_TIMEOUT_S, self.timeout_s, limit_s),
+                read=min(self.timeout_s + request.wait_s, limit_s),
             ),
         }
 
@@ -108,7 +110,7 @@ class ClientSettings:
         if isinstance(problem, httpx.ReadTimeout):
             read_s = _read_timeout_s(problem, self.timeout_s)
             setting = " (timeout_s)" if read_s == self.timeout_s else ""
-            advice = f"the client waits {read_s:g} s{setting} for an answer"
+            advice = f"the client waits {round(read_s, 1):g} s{setting} for an answer"
         else:
             advice = "is the server running (`conure serve`), and is this its address?"
         address = str(httpx.URL(self.base_url).copy_with(userinfo=None))
@@ -128,17 +130,18 @@ def _read_timeout_s(problem: httpx.TransportError, default_s: float) -> float:
     return default_s if read_s is None else read_s
 
 
-def address_of(base_url: str | None) -> str:
+def address_of(base_url: str | None, *, name: str = "base_url") -> str:
     """Return the address of a server in one form: without a final slash, and without `/v1`.
 
     Args:
         base_url: None: the environment variable CONURE_URL, or `DEFAULT_URL`.
+        name: name of the argument, for the error message.
 
     Raises:
         ProgramError: `client.base_url` if it is not the address of an HTTP server.
     """
     variable = None if base_url else os.environ.get("CONURE_URL")
-    name = "the environment variable CONURE_URL" if variable else "base_url"
+    name = "the environment variable CONURE_URL" if variable else name
     given = base_url or variable or DEFAULT_URL
     try:
         url = httpx.URL(given.strip())
@@ -187,17 +190,26 @@ def attach_arguments(wait_s: float | None) -> dict[str, Any]:
     return {"follow": True, "types": ["variable.committed"]} if wait_s is None else {}
 
 
-def begins_event_stream(response: httpx.Response) -> bool:
+def begins_event_stream(response: httpx.Response, limit_s: float | None) -> bool:
     """Return whether a response is the event stream of the program in its Location header.
 
     If so, extend its read timeout: a stream may be silent for longer than a reply may take.
+
+    Args:
+        response: to a submission.
+        limit_s: how long the caller waits; None: without a limit.
     """
     headers = response.headers
     is_events = headers.get("content-type", "").startswith(EVENT_STREAM)
     if not (is_events and response.is_success and "location" in headers):
         return False
-    response.request.extensions["timeout"]["read"] = STREAM_SILENCE_S
+    response.request.extensions["timeout"]["read"] = _silence_s(limit_s)
     return True
+
+
+def _silence_s(limit_s: float | None) -> float:
+    """Return the read timeout of an event stream whose caller waits for at most `limit_s`."""
+    return STREAM_SILENCE_S if limit_s is None else min(STREAM_SILENCE_S, limit_s)
 
 
 def reply_of(response: httpx.Response, body: bytes, stream: httpx.Response | None = None) -> Reply:
@@ -298,7 +310,7 @@ class EventReader:
             "timeout": httpx.Timeout(
                 self._settings.timeout_s,
                 connect=min(CONNECT_TIMEOUT_S, self._settings.timeout_s),
-                read=STREAM_SILENCE_S,
+                read=_silence_s(self.retry.reply_timeout_s()),
             ),
         }
 

@@ -63,13 +63,12 @@ from .exchange import models, procedures, programs
 from .exchange.problems import ServerUnreachableError
 from .exchange.programs import Submittable
 from .exchange.records import Flow, Reply, Request, Sleep
-from .exchange.retry import Retry
+from .exchange.retry import CANCEL_TIMEOUT_S, Retry
 from .sync_io import (
     BaseClient,
     StepRunner,
     call_function,
     is_interruption,
-    shield,
     sleep,
 )
 
@@ -107,8 +106,8 @@ class Client(BaseClient):
             follow: request the program's events as the reply, which saves a round trip. The next
                 call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
-            retry_within_s: repeat this request, and those of the returned run, for at most this
-                time. None: as long as the client's `Retry` allows.
+            retry_within_s: wait for the replies to this request, and to those of the returned run,
+                for at most this time. None: as long as the client's `Retry` allows.
 
         Raises:
             ProgramError: if the program is invalid.
@@ -117,7 +116,7 @@ class Client(BaseClient):
         body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
-        retry = self._retry.bounded(retry_within_s)
+        retry = self._retry.from_now(retry_within_s)
         # The outputs of a text are known to the server only, and its events do not list them.
         if not follow or "source" in body:
             accepted = self._do(programs.submit(body, retry, key=idempotency_key))
@@ -184,12 +183,13 @@ class Client(BaseClient):
         except ConureError:
             raise
         except BaseException:
-            with contextlib.suppress(ConureError):
+            # RuntimeError: the client was closed meanwhile.
+            with contextlib.suppress(ConureError, RuntimeError):
                 if run is not None:
-                    shield(run.cancel())
+                    run.cancel(timeout_s=CANCEL_TIMEOUT_S)
                 elif "id" in body:  # the server may have accepted the submission
-                    cancel = programs.cancel(body["id"], Retry(max_retries=0))
-                    shield(self._do(cancel))
+                    cancel = programs.cancel(body["id"], self._retry.from_now(CANCEL_TIMEOUT_S))
+                    self._shield(self._do(cancel))
             raise
 
     def explain(
@@ -389,7 +389,7 @@ class Client(BaseClient):
         response = http.send(message, stream=request.accepts_stream)
         if not request.accepts_stream:
             return reply_of(response, response.content)
-        if begins_event_stream(response):
+        if begins_event_stream(response, request.timeout_s):
             return reply_of(response, b"", response)
         with contextlib.closing(response):
             return reply_of(response, response.read())
@@ -512,12 +512,22 @@ class Run:
         """Add nodes to a program that was submitted with `open`, or close it."""
         return self._client._do(programs.append(self.id, more, self._retry))
 
-    def cancel(self) -> ProgramStatus:
-        """Cancel the program. Nodes that have ended keep their results."""
+    def cancel(self, *, timeout_s: float | None = None) -> ProgramStatus:
+        """Cancel the program. Nodes that have ended keep their results.
+
+        The request is sent even if the caller is cancelled meanwhile.
+
+        Args:
+            timeout_s: how long to wait for the server. None: as long as the client's `Retry`
+                allows.
+        """
+        return self._client._shield(self._cancel(self._retry.from_now(timeout_s)))
+
+    def _cancel(self, retry: Retry) -> ProgramStatus:
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.response.close()
-        return self._client._do(programs.cancel(self.id, self._retry))
+        return self._client._do(programs.cancel(self.id, retry))
 
     def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
         """Wait for all outputs, at most `wait_s` seconds for each.

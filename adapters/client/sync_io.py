@@ -35,11 +35,6 @@ NUM_STEP_THREADS = 16
 sleep = time.sleep
 
 
-def shield(value: T) -> T:
-    """Return the value: a call in a thread cannot be cancelled."""
-    return value
-
-
 class BaseClient:
     """Connections to one server, shared by any number of threads."""
 
@@ -72,8 +67,8 @@ class BaseClient:
         self.io_thread = IOThread()
         """Runs the requests of accelerated runs."""
         self.twin = AsyncClient(settings=self._settings)
-        """An asynchronous client of the same server. It refuses requests after this client is
-        closed; the connections of an event loop are closed with the loop."""
+        """An asynchronous client of the same server. It refuses requests once this client is
+        closed. Its connections on an event loop close when that loop ends."""
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +147,11 @@ class BaseClient:
         if self._pid != os.getpid():  # forked: the connections belong to the parent process
             self._connections, self._pid = self._connect(), os.getpid()
         return self._connections
+
+    @staticmethod
+    def _shield(result: T) -> T:
+        """Return the result: a call in a thread cannot be cancelled."""
+        return result
 
     def _connect(self) -> httpx.Client:
         local_app = self._settings.local_app

@@ -2,9 +2,9 @@
 
 The application computes the values of siblings in threads or tasks of its own, a millisecond or two
 after each other. A call that reaches an engine after the others may have to wait for a whole step.
-So the run delays the first call whose values are known until those of its siblings are known. The
-delay is at most the time since the plan, and at most `MAX_WAIT_S`: the time from the plan to the
-request at most doubles.
+So the run delays the first call that is ready until its siblings are ready. The call waits at most
+as long as the plan is old, so its time to the request at most doubles, and never longer than
+`MAX_WAIT_S`.
 
 Out of scope: values that depend on answers. Siblings wait once, for their first values.
 """
@@ -41,7 +41,7 @@ class Siblings:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the values of a call were known."""
+        """Whether at least one call has all its values."""
         return self._until_s is not None
 
     def wait_s(self, known: Container[str], now_s: float) -> float:

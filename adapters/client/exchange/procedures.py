@@ -12,6 +12,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.procedures import RunProcedure, StoredProcedure
 from conure.server.program.status import Accepted
 
+from ..json_encoding import encode_json
 from .problems import error_of
 from .programs import Submittable, submission_body
 from .records import Flow, Request
@@ -39,7 +40,7 @@ def put(
     fields: dict[str, Any] = {**body, "alias": alias}
     if pin_s is not None:
         fields["pin_s"] = pin_s
-    request = Request("PUT", _procedure_path(name), msgspec.json.encode(fields))
+    request = Request("PUT", _procedure_path(name), encode_json(fields))
     return (yield from fetch(request, retry, StoredProcedure))
 
 
@@ -85,7 +86,7 @@ def run(reference: str, body: RunProcedure, retry: Retry, *, key: str | None) ->
     request = Request(
         "POST",
         f"{_procedure_path(reference)}/run",
-        msgspec.json.encode(body),
+        encode_json(body),
         headers={"Idempotency-Key": key or uuid.uuid4().hex},
     )
     return (yield from fetch(request, retry, Accepted))

@@ -25,6 +25,8 @@ class Request(NamedTuple):
     headers: dict[str, str] = {}  # noqa: RUF012
     wait_s: float = 0.0
     """How long the server may hold the request, on top of the client's timeout."""
+    timeout_s: float | None = None
+    """Longest wait for the reply. None: the client's timeout and `wait_s`."""
     repeatable: bool = True
     accepts_stream: bool = False
     """The reply may be an event stream, which then stays open."""

@@ -36,7 +36,7 @@ def send(request: Request, retry: Retry) -> Flow[Reply]:
     outage = OutageTimer(retry)
     while True:
         try:
-            reply = yield request
+            reply = yield request._replace(timeout_s=retry.reply_timeout_s())
             assert reply is not None
         except ServerUnreachableError as failure:
             if failure.was_sent and not request.repeatable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
+import anyio
 import httpx
 import pytest
 
@@ -33,9 +35,11 @@ from conure.adapters.client.connection import (
     reply_of,
 )
 from conure.adapters.client.exchange.records import Request
+from conure.adapters.client.exchange.retry import GRACE_S
 from conure.server.program.errors import (
     ConflictError,
     ConureError,
+    ExpressionError,
     NotFoundError,
     ProgramError,
     RunError,
@@ -134,6 +138,8 @@ async def test_procedures_are_stored_and_run(caller: Any, double: Any, kit: Any)
     sent = double.of("POST", f"{path}/run")[0]
     assert sent.body == {"inputs": {"text": "tea"}, "options": {}}
     assert sent.headers["idempotency-key"]
+    with pytest.raises(ExpressionError, match="nan is not a JSON number"):
+        await caller(caller.client.run_procedure, "sum", {"text": math.nan})
     with pytest.raises(ProgramError, match="run_procedure"):
         await caller(caller.client.store_procedure, "sum", {"source": text, "inputs": {"a": 1}})
 
@@ -280,10 +286,10 @@ async def test_a_submission_and_its_run_are_repeated_within_the_given_time(
 async def test_a_program_on_a_lost_server_is_not_cancelled(problem: ConureError) -> None:
     cancelled = []
 
-    async def acancel() -> None:
+    async def acancel(*, timeout_s: float) -> None:
         cancelled.append("awaited")
 
-    run: Any = SimpleNamespace(cancel=lambda: cancelled.append("called"))
+    run: Any = SimpleNamespace(cancel=lambda *, timeout_s: cancelled.append("called"))
     with pytest.raises(type(problem)), cancel_unless_completed(run):
         raise problem
     run = SimpleNamespace(cancel=acancel)
@@ -292,6 +298,21 @@ async def test_a_program_on_a_lost_server_is_not_cancelled(problem: ConureError)
             raise problem
     is_lost = isinstance(problem, ServerUnreachableError)
     assert cancelled == ([] if is_lost else ["called", "awaited"])
+
+
+async def test_a_program_is_cancelled_although_its_caller_is_cancelled_at_each_await(
+    double: Any, kit: Any
+) -> None:
+    accepted = kit.sse(1, "program.accepted")
+    double.on("POST", "/v1/programs", kit.followed(accepted, kit.finished(2), gate=lambda: False))
+    double.on("DELETE", PROGRAM, kit.status("cancelled"))
+    async with AsyncClient(app=double) as client:
+        run = await client.submit(kit.program, follow=True)
+        with anyio.CancelScope() as scope:
+            async with acancel_unless_completed(run):
+                scope.cancel()
+                await asyncio.Event().wait()
+    assert len(double.of("DELETE", PROGRAM)) == 1
 
 
 async def test_events_are_requested_if_none_are_attached(
@@ -343,7 +364,8 @@ async def test_an_attached_stream_must_name_its_program(caller: Any, double: Any
     assert caught.value.code == "client.answer"
 
 
-def test_an_event_stream_extends_the_read_timeout() -> None:
+@pytest.mark.parametrize(("limit_s", "silence_s"), [(None, STREAM_SILENCE_S), (7.0, 7.0)])
+def test_an_event_stream_extends_the_read_timeout(limit_s: float | None, silence_s: float) -> None:
     headers = {"content-type": "text/event-stream", "location": PROGRAM}
     transport = httpx.MockTransport(lambda _: httpx.Response(202, headers=headers))
     settings = ClientSettings("http://there", app=None, timeout_s=2, retry=None, headers=None)
@@ -352,8 +374,18 @@ def test_an_event_stream_extends_the_read_timeout() -> None:
         sent = http.build_request(**settings.request_arguments(request))
         assert sent.extensions["timeout"]["read"] == 2
         with contextlib.closing(http.send(sent, stream=True)) as response:
-            assert begins_event_stream(response)
-            assert response.request.extensions["timeout"]["read"] == STREAM_SILENCE_S
+            assert begins_event_stream(response, limit_s)
+            assert response.request.extensions["timeout"]["read"] == silence_s
+
+
+def test_the_time_limit_of_a_call_limits_its_requests_and_streams() -> None:
+    settings = ClientSettings(None, app=None, timeout_s=30, retry=None, headers=None)
+    request = Request("GET", "/x", wait_s=20.0, timeout_s=7.0)
+    assert settings.request_arguments(request)["timeout"].read == 7
+    assert settings.request_arguments(request._replace(timeout_s=None))["timeout"].read == 50
+    retry = Retry(clock=lambda: 0.0).from_now(5.0)
+    stream = EventReader(settings, "p", 0, None, retry=retry).stream_arguments()
+    assert stream["timeout"].read == 5 + GRACE_S
 
 
 async def test_an_invalid_program_raises_with_follow_too(
@@ -755,6 +787,26 @@ async def test_a_run_that_is_interrupted_while_it_submits_is_cancelled(
         await caller(caller.client.run, kit.program)
     program = double.of("POST", "/v1/programs")[0].body["id"]
     assert len(double.of("DELETE", f"/v1/programs/{program}")) == 1
+
+
+async def test_a_run_whose_client_was_closed_raises_its_interruption(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    never = kit.Answer(chunks=[requested(kit, 2, "r", n=1), b""], gate=lambda: False)
+    double.on("GET", f"{PROGRAM}/events", never)
+    started = asyncio.Event()
+
+    async def forever(n: int) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    client = AsyncClient(app=double)
+    task = asyncio.create_task(client.run(kit.program, functions={"double": forever}))
+    await started.wait()
+    client._settings.is_closed = True
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await client.close()
 
 
 async def test_a_cancelled_coroutine_cancels_its_program(double: Any, kit: Any) -> None:

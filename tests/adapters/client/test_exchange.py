@@ -17,7 +17,7 @@ from conure.adapters.client.exchange.problems import (
     error_of,
 )
 from conure.adapters.client.exchange.records import Reply, Request, Sleep
-from conure.adapters.client.exchange.retry import Retry
+from conure.adapters.client.exchange.retry import GRACE_S, Retry
 from conure.adapters.client.exchange.transfer import send
 from conure.server.program import errors
 from conure.server.program.ir import Options, Program, Submission
@@ -184,6 +184,26 @@ def test_get_bounds_the_unreachable_timeout() -> None:
             else:
                 what = flow.throw(ServerUnreachableError("gone"))
     assert now[0] == pytest.approx(3.0)
+
+
+def test_a_call_with_a_time_limit_waits_no_longer_for_a_reply() -> None:
+    now = [100.0]
+    retry = Retry(clock=lambda: now[0]).from_now(5.0)
+    flow = send(Request("GET", "/x"), retry)
+    request = next(flow)
+    assert isinstance(request, Request)
+    assert request.timeout_s == 5.0 + GRACE_S
+    now[0] = 106.0
+    with pytest.raises(ServerUnreachableError):
+        flow.throw(lost())
+    assert retry.reply_timeout_s() == GRACE_S, "later requests of the same run"
+
+
+def test_a_call_without_a_time_limit_has_the_timeouts_of_its_client() -> None:
+    assert RETRY.from_now(None) is RETRY
+    request = next(send(Request("GET", "/x"), RETRY))
+    assert isinstance(request, Request)
+    assert request.timeout_s is None
 
 
 def test_zero_retries_never_wait() -> None:

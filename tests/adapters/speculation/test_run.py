@@ -115,6 +115,9 @@ class SlowDouble(ClientDouble):
         self.requests.append("cancel")
         return ProgramStatus(id="p", status="cancelled", created_at="now")
 
+    async def _shield(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        return await operation
+
     async def _do(self, flow: Any) -> Any:
         request = next(flow)
         self.requests.append(request.method)
