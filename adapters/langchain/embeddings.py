@@ -35,13 +35,13 @@ class ConureEmbeddings(BaseModel, Embeddings):
     )
     """Bearer token for a proxy. Default: that of the environment variable CONURE_API_KEY. None: no
     token."""
-    default_headers: dict[str, str] | None = None
+    default_headers: dict[str, str] | None = Field(default=None, repr=False)
     """HTTP headers that are sent with every request, for example for a proxy."""
     client: Client | None = Field(default=None, exclude=True)
     """An open client, used instead of `base_url`. This object does not close it."""
     max_retries: int = Field(default=4, ge=0)
-    """Number of retries of a refused request (status 429, 502, 503, 504). 0: never send a request
-    again. A request without an answer is otherwise sent again for some seconds."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). A request that gets no
+    answer is sent again for some seconds. 0 disables both."""
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
 

@@ -39,7 +39,8 @@ class ConureEmbedding(BaseEmbedding):
     client: Client | None = Field(default=None, exclude=True)
     """An open client, used instead of `base_url`. This object does not close it."""
     max_retries: int = Field(default=4, ge=0)
-    """Number of retries of a request that was rejected or not answered."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). A request that gets no
+    answer is sent again for some seconds. 0 disables both."""
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
 

@@ -45,7 +45,7 @@ def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated
         runnable: a Runnable, or an object that LangChain coerces to one (a dict, a function).
         model: calls of models on the same server are planned. None: the first `ChatConure`
             that is visible in the structure of the chain. If none is visible, nothing is planned,
-            and the first model that is called decides on the server of the run's program.
+            and the run uses the server of the first model that is called.
     """
     chain = coerce_to_runnable(runnable)
     if isinstance(chain, Accelerated):

@@ -70,9 +70,9 @@ class ChainRun:
         """Of the nodes and variables of all plans."""
         self._num_names = 0
         self._held: CallRecord | None = None
-        """The only planned call, which its model sends."""
+        """The single call of the plan, held back for its model to send."""
         self._direct: CallRecord | None = None
-        """That call, once its model sends it."""
+        """The same call, once its model has claimed it."""
 
     def bind_to(self, client: Client) -> bool:
         """Bind the run to the first client. Return whether this client can make its calls.

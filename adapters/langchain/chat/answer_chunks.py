@@ -27,7 +27,8 @@ from ...speculation.answer_stream import AnswerStream
 from .messages import call_chunks_of, from_wire, metadata_of, usage_of
 
 ALLOW_CUT_ANSWERS: Final = "allow_cut_answers"
-"""Argument of a call whose parser reports answers that were cut, or do not match their schema."""
+"""Argument of a call: an answer that was cut or is invalid raises no error, because the parser of
+the call reports it."""
 INVALID: Final = "invalid"
 """Finish reason of an answer that does not match its schema. Its metadata has the `error`."""
 
@@ -125,6 +126,12 @@ def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str,
             continue
         usage = getattr(message, "usage_metadata", None) or {}
         raise RunError("output.incomplete", cut_message(usage.get("output_tokens"), what))
+
+
+def check_message(message: BaseMessage, kwargs: Mapping[str, Any]) -> None:
+    """`check_answers`, for a call with one answer."""
+    assert isinstance(message, AIMessage)
+    check_answers(ChatResult(generations=[ChatGeneration(message=message)]), kwargs)
 
 
 def invalid_answer(problem: ConureError, kwargs: Mapping[str, Any]) -> AIMessageChunk:

@@ -9,7 +9,7 @@ equal nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
@@ -169,13 +169,42 @@ def _schema_of(response_format: Any) -> dict[str, Json] | None:
             return dict(schema)
     elif kind is None:
         try:
-            return convert_to_json_schema(cast(Any, response_format))
+            return json_schema_of(response_format)
         except (TypeError, ValueError):
             pass
     raise ValueError(
         "response_format must be {'type': 'json_schema', 'json_schema': {'schema': ...}}, "
         f"{{'type': 'json_object'}} or a class with fields, got {response_format!r}"
     )
+
+
+def json_schema_of(given: Any) -> dict[str, Json]:
+    """Return the JSON schema of an output.
+
+    Args:
+        given: a class, a JSON schema, or OpenAI's `{"name": ..., "schema": ...}`, which may be the
+            `json_schema` of a response format.
+
+    Raises:
+        ValueError: if it is none of these, or a dict that has the name of the output only.
+    """
+    schema = convert_to_json_schema(plain_schema(given))
+    if not schema.keys() - {"title", "description"}:
+        raise ValueError(
+            f"the output {schema.get('title')!r} has no schema; pass a class with fields, a JSON "
+            "schema or {'name': ..., 'schema': {...}}"
+        )
+    return schema
+
+
+def plain_schema(given: Any) -> Any:
+    """Return a schema in OpenAI's form as a JSON schema with a title, and all else as it is."""
+    if isinstance(given, Mapping):
+        named = given.get("json_schema") if given.get("type") == "json_schema" else given
+        if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
+            about = {"title": named.get("name", "answer"), "description": named.get("description")}
+            return {key: text for key, text in about.items() if text} | dict(named["schema"])
+    return given
 
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})

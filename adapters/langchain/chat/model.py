@@ -22,7 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
@@ -46,7 +46,9 @@ from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ..acceleration.active_run import current_run
 from ..acceleration.chain_run import ChainRun
+from .answer_cache import CompleteAnswerCache, cache_of
 from .answer_chunks import (
+    ALLOW_CUT_ANSWERS,
     CompleteAnswer,
     check_answers,
     chunks_of,
@@ -199,7 +201,8 @@ class ChatConure(ChatSettings):
         An answer that was cut is an error (`parsing_error` with `include_raw`), never a value.
 
         Args:
-            schema: a pydantic class, a TypedDict or a JSON schema.
+            schema: a pydantic class, a TypedDict, a JSON schema, or OpenAI's dict of `name` and
+                `schema`.
             include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
             method: `json_schema` constrains the answer to the schema, `function_calling` uses
                 the schema for the arguments of a tool, `json_mode` constrains the answer to a
@@ -267,8 +270,11 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> ChatResult:
         # LangChain may call `_stream` here, without the run manager.
+        model = self._with_complete_cache(kwargs)
         with CallRun(run_manager).active():
-            return super()._generate_with_cache(messages, stop, run_manager, **kwargs)
+            return super(ChatConure, model)._generate_with_cache(
+                messages, stop, run_manager, **kwargs
+            )
 
     async def _agenerate_with_cache(
         self,
@@ -277,8 +283,27 @@ class ChatConure(ChatSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        model = self._with_complete_cache(kwargs)
         with CallRun(run_manager).active():
-            return await super()._agenerate_with_cache(messages, stop, run_manager, **kwargs)
+            return await super(ChatConure, model)._agenerate_with_cache(
+                messages, stop, run_manager, **kwargs
+            )
+
+    def _with_complete_cache(self, kwargs: Mapping[str, Any]) -> Self:
+        """Return the model whose cache does not get answers that the call's parser refuses."""
+        cache = cache_of(self.cache) if kwargs.get(ALLOW_CUT_ANSWERS) else None
+        return (
+            self if cache is None else self.model_copy(update={"cache": CompleteAnswerCache(cache)})
+        )
+
+    def _should_stream(self, **kwargs: Any) -> bool:
+        # A stream has one answer: `invoke` with several does not stream for callbacks.
+        has_one = num_answers_of(self.n, kwargs) == 1
+        return (has_one or bool(kwargs.get("stream"))) and super()._should_stream(**kwargs)
+
+    def _should_use_protocol_streaming(self, **kwargs: Any) -> bool:
+        has_one = num_answers_of(self.n, kwargs) == 1
+        return has_one and super()._should_use_protocol_streaming(**kwargs)
 
     def _generate(
         self,

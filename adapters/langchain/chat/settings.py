@@ -55,7 +55,7 @@ class ChatSettings(BaseChatModel):
     """URL of the server. None: the environment variable CONURE_URL, else 127.0.0.1:8400."""
     client: Client | None = Field(default=None, exclude=True)
     """An open client, used instead of `base_url`. The model does not close it."""
-    default_headers: dict[str, str] | None = None
+    default_headers: dict[str, str] | None = Field(default=None, exclude=True, repr=False)
     """HTTP headers that are sent with every request, for example for a proxy."""
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 decodes greedily. None: 1."""
@@ -100,8 +100,8 @@ class ChatSettings(BaseChatModel):
     )
     """Seconds for one call, including the time in the queue. None: no limit."""
     max_retries: int = Field(default=4, ge=0)
-    """Number of retries of a refused request (status 429, 502, 503, 504). 0: never send a request
-    again. A request without an answer is otherwise sent again for some seconds."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). A request that gets no
+    answer is sent again for some seconds. 0 disables both."""
     streaming: bool = False
     """Whether `invoke` streams, too, for callbacks that receive tokens."""
     profile: Any = Field(default=None, exclude=True)
@@ -168,6 +168,10 @@ class ChatSettings(BaseChatModel):
     def lc_secrets(self) -> dict[str, str]:
         """Fields that are serialized as the name of an environment variable."""
         return {"api_key": "CONURE_API_KEY"}
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # Equal models of two servers share no cached answer.
+        return f"{super()._get_llm_string(stop, **kwargs)}---{self.connection().server}"
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

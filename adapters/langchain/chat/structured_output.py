@@ -28,14 +28,13 @@ from langchain_core.output_parsers import (
 )
 from langchain_core.outputs import ChatGeneration, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
 from ...cut_answers import cut_message
 from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID
-from .call_options import check_types
+from .call_options import check_types, json_schema_of, plain_schema
 
 Method: TypeAlias = Literal["json_schema", "json_mode", "function_calling"]
 
@@ -47,7 +46,8 @@ def structured(
 
     Args:
         model: accepts `response_format` and `tools`.
-        schema: a pydantic class, a TypedDict, or a JSON schema.
+        schema: a pydantic class, a TypedDict, a JSON schema, or OpenAI's dict of `name` and
+            `schema`.
         method: `json_mode` enforces only that the answer is a JSON object.
         strict: passed to `bind_tools` and to tracers. The engine always enforces the schema.
         include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
@@ -73,7 +73,7 @@ def _json_answer(
         tracing_kwargs["strict"] = strict
     response_format: dict[str, Json] = {"type": "json_object"}
     if method == "json_schema":
-        json_schema = convert_to_json_schema(schema)
+        json_schema = json_schema_of(schema)
         check_types(json_schema)
         response_format = {
             "type": "json_schema",
@@ -94,7 +94,7 @@ def _tool_call(
 ) -> tuple[Runnable[LanguageModelInput, Any], BaseOutputParser[Any]]:
     tracing = {"kwargs": {"method": "function_calling", "strict": strict}, "schema": schema}
     bound = model.bind_tools(
-        [schema],
+        [plain_schema(schema)],
         tool_choice="any",
         strict=strict,
         parallel_tool_calls=False,

@@ -285,6 +285,7 @@ class ChainCompiler:
         call = self.graph.add_call(position.hint, node)
         # With tools, the answer is more than its text.
         call.is_message = bool(kwargs.get("tools"))
+        call.arguments = kwargs
         return AnswerValue(call)
 
     def _prompt(self, value: Value, position: ChainPosition) -> PromptTurnsValue:

@@ -5,13 +5,15 @@ Invariants: deserializing the JSON of a value gives the value that the chain wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
-from langchain_core.messages import convert_to_messages
+from langchain_core.messages import AIMessage, convert_to_messages
 from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 
 from conure.server.program.ir import Json
 
+from ..chat.answer_chunks import check_message
 from ..chat.json_values import decode
 from ..chat.messages import from_wire
 from .values import (
@@ -33,7 +35,7 @@ def deserializer(value: Value, program: str = "") -> Callable[[Json], object]:
     """
     match value:
         case AnswerValue():
-            return lambda json: from_wire(json, program=program)
+            return _answer_deserializer(value.call.arguments, program)
         case Record():
             return _dict_deserializer(value, program)
         case BranchedValue():
@@ -73,6 +75,15 @@ def _form(value: Value) -> Hashable:
             return ("prompt", value.is_text)
         case _:
             return "json"
+
+
+def _answer_deserializer(arguments: Mapping[str, Any], program: str) -> Callable[[Json], AIMessage]:
+    def deserialize(json: Json) -> AIMessage:
+        message = from_wire(json, program=program)
+        check_message(message, arguments)
+        return message
+
+    return deserialize
 
 
 def _dict_deserializer(record: Record, program: str) -> Callable[[Json], object]:

@@ -183,7 +183,8 @@ class ClientValue:
     computed. A value with path None differs from all others.
     """
     is_strict: bool = True
-    """Fails on some sources that other values of the path accept (a bare value, not a dict)."""
+    """Whether it fails on a bare value, where another value with the same path also accepts one in
+    place of a dict."""
 
     def then(
         self,
@@ -225,6 +226,8 @@ class CallValue:
     variable: str
     is_message: bool = False
     """The whole message is needed, not only its text."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the call, by which its answer is checked."""
 
     def text(self) -> Json:
         """Return the expression of the text. Call this after compilation."""

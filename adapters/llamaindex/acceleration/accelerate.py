@@ -93,9 +93,9 @@ def conure_run() -> Generator[Report, None, None]:
     """Run the calls of a `with` block as one run, for scripts, index building and evaluators.
 
     Parts of LlamaIndex that start in the block are planned as in an accelerated app, and all calls
-    of the block, its tasks and its threads go into one program. The run ends with the block. Calls
-    that are streamed then are read to their end; calls that are made later, also by a stream of
-    the block, are not part of the run. A block inside a run belongs to that run.
+    of the block, its tasks and its threads go into one program. The run ends with the block.
+    Streams that are open at that point are still read to their end; later calls, even those of
+    such a stream, are not part of the run. A block inside a run belongs to that run.
 
     Yields:
         The report of the run, which grows until the run ends.

@@ -106,8 +106,8 @@ class Conure(FunctionCallingLLM):
     timeout: float | None = None
     """Seconds for one call, including the time in the queue. None: no limit."""
     max_retries: int = 4
-    """Number of retries of a refused request (status 429, 502, 503, 504). 0: never send a request
-    again. A request without an answer is otherwise sent again for some seconds."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). A request that gets no
+    answer is sent again for some seconds. 0 disables both."""
     is_chat_model: bool = True
     """True: a prompt is sent as one chat message, through the model's chat template. False: the
     model continues plain text; a chat is converted to text.

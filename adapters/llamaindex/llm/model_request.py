@@ -31,8 +31,8 @@ class ModelRequest:
     def node(self, node_id: str, variable: str, **common: Json) -> dict[str, Json]:
         """Return the `generate` node; its value is the answer in the `message` form.
 
-        The node has no timeout: a planned node may start long before the application's call, whose
-        time counts.
+        The node has no timeout: the limit counts from the application's call, and a planned node
+        may start long before it.
 
         Args:
             node_id: id of the node.

@@ -16,7 +16,8 @@ _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
 _TOOL_MODES: Final = ("auto", "none", "required")
 _NOT_FOR_THE_MODEL: Final = ("model", "extra_headers")
 """Arguments that are not part of an output. LlamaIndex's `DocumentContextExtractor` passes
-`extra_headers` for another provider to every LLM; calls of Conure share their requests."""
+`extra_headers` for another provider to every LLM. Conure sends several calls in one request, so a
+call cannot have its own headers."""
 
 
 def refuse_unknown(owner: type[BaseModel], given: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Final
 from ...client import Client
 
 MAX_CACHED_TEXTS: Final = 65_536
-"""LlamaIndex splits a text into words and counts each, so that most texts are short and return."""
+"""LlamaIndex splits a text into words and counts each, so most texts are short and are counted
+again and again."""
 
 
 class ServerTokenizer:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.load import dumpd, load
+from langchain_core.load import dumpd, dumps, load
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
@@ -360,6 +360,39 @@ def test_langchain_cache_and_limiter_apply_to_model(double: Any, kit: Any) -> No
         assert len(double.of("POST", "/v1/programs")) == 1
         llm.invoke("a", temperature=0.3)
         assert len(double.of("POST", "/v1/programs")) == 2
+
+
+def test_servers_do_not_share_cached_answers(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
+    path = f"{PROGRAM}/variables/answer"
+    double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
+    cache = InMemoryCache()
+    with Client(app=double) as one, Client(app=double) as other:
+        for client in (one, one, other):
+            ChatConure(client=client, cache=cache).invoke("a")
+    assert len(double.of("POST", "/v1/programs")) == 2
+    one_url, other_url = (ChatConure(base_url=f"http://{name}") for name in "ab")
+    assert one_url._get_llm_string() != other_url._get_llm_string()
+
+
+def test_headers_stay_out_of_dumps_and_caches() -> None:
+    llm = ChatConure(base_url="http://a", default_headers={"x-api-key": "SECRET"})
+    assert "SECRET" not in f"{dumps(llm)} {llm!r} {llm._get_llm_string()}"
+    assert llm.model_copy().default_headers == {"x-api-key": "SECRET"}
+
+
+def test_several_answers_are_not_streamed_for_callbacks(double: Any, kit: Any) -> None:
+    accepted = kit.accepted("answer")
+    accepted.body["outputs"] = ["answer", "answer_1"]
+    double.on("POST", "/v1/programs", accepted)
+    for name in ("answer", "answer_1"):
+        path = f"{PROGRAM}/variables/{name}"
+        double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
+    with Client(app=double) as client:
+        llm = ChatConure(client=client, n=2, streaming=True)
+        assert len(llm.generate([[HumanMessage("a")]]).generations[0]) == 2
+        with pytest.raises(ValueError, match="a stream has one answer, got n=2"):
+            list(llm.stream("a"))
 
 
 def test_fields_are_configurable_per_call(llm: ChatConure, double: Any) -> None:

@@ -6,11 +6,13 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
+from langchain_core.output_parsers import JsonOutputParser
 from pydantic import BaseModel, field_validator
 
 from conure.adapters.client import Client
-from conure.adapters.langchain import ChatConure, accelerate
+from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, RunError
@@ -106,6 +108,57 @@ async def test_cut_answer_under_any_constraint_is_an_error(
     with pytest.raises(RunError, match="before it satisfied its constraint"):
         [chunk async for chunk in llm.astream("x")]
     await cast(Any, llm).bound.async_connection().close()
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_cut_answer_is_not_cached_for_retries(
+    client: Client, method: Any, is_streaming: bool
+) -> None:
+    cache = InMemoryCache()
+    llm = ChatConure(
+        client=client, temperature=0, max_tokens=100, cache=cache, streaming=is_streaming
+    )
+    for _ in range(2):
+        with pytest.raises(OutputParserException, match="cut after 100 tokens"):
+            llm.with_structured_output(Big, method=method).invoke("JSON")
+    assert cache._cache == {}
+    whole = llm.model_copy(update={"max_tokens": None}).with_structured_output(Big, method=method)
+    assert whole.invoke("JSON") == whole.invoke("JSON")
+    assert len(cache._cache) == 1
+
+
+def test_a_parser_does_not_repair_the_cut_answer_of_a_compiled_chain(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=30)
+    chains: list[Any] = [
+        llm.bind(response_format={"type": "json_object"}) | JsonOutputParser(),
+        llm.bind(response_format={"type": "json_object"}),
+        llm.bind_tools([Big], tool_choice="any"),
+    ]
+    for chain in chains:
+        with pytest.raises(RunError, match="cut after 30 tokens before"):
+            to_program(chain).run(client, "JSON")
+
+
+OPENAI_SCHEMA = {"name": "big", "strict": True, "schema": Big.model_json_schema()}
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize(
+    "schema", [OPENAI_SCHEMA, {"type": "json_schema", "json_schema": OPENAI_SCHEMA}]
+)
+def test_schema_in_the_form_of_openai_is_enforced(client: Client, schema: Any, method: Any) -> None:
+    llm = ChatConure(client=client, temperature=0)
+    chain: Any = llm.with_structured_output(schema, method=method)
+    assert b'"items"' in msgspec.json.encode(chain.first.kwargs["ls_structured_output_format"])
+    sent = {name: chain.first.kwargs.get(name) for name in ("response_format", "tools")}
+    assert b'"items"' in msgspec.json.encode(sent)
+    assert chain.invoke("JSON").keys() == WHOLE.keys()
+
+
+def test_name_without_a_schema_is_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="the output 'order' has no schema"):
+        ChatConure(client=client).with_structured_output({"name": "order"})
 
 
 class Few(BaseModel):
