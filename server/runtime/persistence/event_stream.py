@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -71,6 +72,7 @@ class EventStream:
 
     def __init__(self, program: str) -> None:
         self.num_readers = 0
+        """Clients that read the program; see `reader`."""
         self.first_seq = 0
         """Earlier events are only in the journal."""
         self._program = program
@@ -184,6 +186,15 @@ class EventStream:
         self._is_draining = True
         self._wake_all()
 
+    @contextmanager
+    def reader(self) -> Iterator[None]:
+        """Count a client that reads the program, here or in the journal, until it leaves."""
+        self.num_readers += 1
+        try:
+            yield
+        finally:
+            self.num_readers -= 1
+
     async def read(
         self, after: int, *, is_durable: bool = False, offsets: TextOffsets | None = None
     ) -> AsyncGenerator[Event, None]:
@@ -197,39 +208,35 @@ class EventStream:
             is_durable: leave out deltas; streamed text does not wake the reader.
             offsets: how much of each text the reader has, changed by this method.
         """
-        self.num_readers += 1
-        try:
-            position = self._num_dropped + bisect_right(self._seqs, after)
-            offsets = {} if offsets is None else offsets
-            for variable in offsets.keys() & self._texts.keys():
-                text = self._texts[variable]
-                if text.is_committed:  # the reader has its value, or gets it before more text
-                    offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
-            seen = 0
-            while True:
-                changed = self._next_change(is_durable=is_durable)
-                # Events published while the reader is busy follow the next deltas.
-                end = self._num_dropped + len(self._events)
-                if not is_durable:
-                    deltas = [*self._deltas(offsets, seen), *self._partial_yields(offsets, seen)]
-                    seen = self._version
-                    for delta in deltas:
-                        yield delta
-                while position < end:
-                    if position < self._num_dropped:
-                        return
-                    yield self._events[position - self._num_dropped]
-                    position += 1
-                if end < self._num_dropped + len(self._events):
-                    continue
-                if self._is_closed:
+        position = self._num_dropped + bisect_right(self._seqs, after)
+        offsets = {} if offsets is None else offsets
+        for variable in offsets.keys() & self._texts.keys():
+            text = self._texts[variable]
+            if text.is_committed:  # the reader has its value, or gets it before more text
+                offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
+        seen = 0
+        while True:
+            changed = self._next_change(is_durable=is_durable)
+            # Events published while the reader is busy follow the next deltas.
+            end = self._num_dropped + len(self._events)
+            if not is_durable:
+                deltas = [*self._deltas(offsets, seen), *self._partial_yields(offsets, seen)]
+                seen = self._version
+                for delta in deltas:
+                    yield delta
+            while position < end:
+                if position < self._num_dropped:
                     return
-                if self._is_draining:
-                    yield Event(None, "server.draining", {"program": self._program})
-                    return
-                await changed.wait()
-        finally:
-            self.num_readers -= 1
+                yield self._events[position - self._num_dropped]
+                position += 1
+            if end < self._num_dropped + len(self._events):
+                continue
+            if self._is_closed:
+                return
+            if self._is_draining:
+                yield Event(None, "server.draining", {"program": self._program})
+                return
+            await changed.wait()
 
     def recorded(self, after: int) -> list[Event]:
         """Return the published events after number `after`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import msgspec
 from cachetools import LRUCache
@@ -267,35 +268,37 @@ class ProgramDirectory:
         run = self.find(program, tenant)
         if run is None:
             await self.load(program, tenant)
-        last = after
-        offsets: TextOffsets = {}
-        while True:
-            while run is None or last < run.events.first_seq - 1:
-                first_seq = 0 if run is None else run.events.first_seq
-                page = await self.journal.events(tenant, program, last, PAGE, PAGE_BYTES)
-                if run is not None:
-                    page = [record for record in page if record.seq < run.events.first_seq]
-                # Events that were dropped from memory during the query are not in its page.
-                if not page and (run is None or run.events.first_seq == first_seq):
-                    break
-                for record in page:
-                    last = record.seq
-                    yield _stored_event(record)
-            if run is None:
-                return
-            if not follow:
-                for event in run.events.recorded(last):
-                    yield event
-                return
-            reading = run.events.read(last, is_durable=is_durable, offsets=offsets)
-            try:
-                async for event in reading:
-                    last = last if event.seq is None else event.seq
-                    yield event
-            finally:
-                await reading.aclose()
-            if run.events.is_draining or last >= run.events.dropped_seq:
-                return
+        # A reader that pauses between two pages of the journal still uses the program.
+        with nullcontext() if run is None else run.events.reader():
+            last = after
+            offsets: TextOffsets = {}
+            while True:
+                while run is None or last < run.events.first_seq - 1:
+                    first_seq = 0 if run is None else run.events.first_seq
+                    page = await self.journal.events(tenant, program, last, PAGE, PAGE_BYTES)
+                    if run is not None:
+                        page = [record for record in page if record.seq < run.events.first_seq]
+                    # Events that were dropped from memory during the query are not in its page.
+                    if not page and (run is None or run.events.first_seq == first_seq):
+                        break
+                    for record in page:
+                        last = record.seq
+                        yield _stored_event(record)
+                if run is None:
+                    return
+                if not follow:
+                    for event in run.events.recorded(last):
+                        yield event
+                    return
+                reading = run.events.read(last, is_durable=is_durable, offsets=offsets)
+                try:
+                    async for event in reading:
+                        last = last if event.seq is None else event.seq
+                        yield event
+                finally:
+                    await reading.aclose()
+                if run.events.is_draining or last >= run.events.dropped_seq:
+                    return
 
 
 def _stored_event(record: EventRecord) -> Event:
