@@ -5,7 +5,8 @@ Out of scope: where events come from. The outbox publishes an event once it is d
 Invariants: a reader receives every event after its starting point exactly once and in order. The
 deltas of a variable are contiguous from offset 0 within one attempt. A slow reader uses no
 memory: deltas are cut from the text when the reader reads, so they are coalesced, and the last
-events are stored once for all readers. A reader that needs earlier events reads the journal.
+events are stored once for all readers. A reader that needs earlier events reads the journal. A text
+stays in memory until its value is published and every reader that has a part of it has the rest.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ class _StreamedText:
     length: int = 0
     version: int = 0
     """The stream's version when the text last changed."""
-    is_committed: bool = False
-    """Whether the value is published. Readers that saw no delta receive only the value."""
 
     def since(self, offset: int) -> str:
         if len(self.parts) > 1:
@@ -83,6 +82,10 @@ class EventStream:
         self._num_dropped = 0
         self._num_bytes = 0
         self._texts: dict[str, _StreamedText] = {}  # by last change
+        self._committed: set[str] = set()
+        """Texts whose values are published, and that a reader still needs."""
+        self._offsets: list[TextOffsets] = []
+        """What the readers in `read` have of each text."""
         self._partial: dict[str, _PartialYield] = {}
         self._version = 0
         self._changed = asyncio.Event()
@@ -104,7 +107,8 @@ class EventStream:
             self._seqs.append(event.seq)
             self._num_bytes += len(event.encoded)
             if event.type == "variable.committed" and event.data["variable"] in self._texts:
-                self._texts[event.data["variable"]].is_committed = True
+                self._committed.add(event.data["variable"])
+        self._drop_texts()
         if len(self._events) > 2 * MAX_KEPT or self._num_bytes > 2 * MAX_KEPT_BYTES:
             self._drop_oldest()
         self._wake_all()
@@ -124,6 +128,23 @@ class EventStream:
             del self._seqs[:first]
             self._num_bytes = kept
 
+    def _drop_texts(self) -> None:
+        """Drop the texts that no reader needs: a reader without a delta receives only the value."""
+        for variable in list(self._committed):
+            if not any(self._lacks_end(variable, offsets) for offsets in self._offsets):
+                self._committed.discard(variable)
+                del self._texts[variable]
+        if self._is_closed and self.num_readers == 0:
+            self._texts.clear()
+            self._committed.clear()
+
+    def _lacks_end(self, variable: str, offsets: TextOffsets) -> bool:
+        """Return whether a reader has a part of a text, and not the rest."""
+        text, read = self._texts[variable], offsets.get(variable)
+        if read is None:
+            return False
+        return text.length > (read.offset if read.attempt == text.attempt else 0)
+
     @property
     def is_draining(self) -> bool:
         """Whether readers end because the server drains."""
@@ -132,6 +153,7 @@ class EventStream:
     def begin_text(self, variable: str, node: str, job: str, attempt: int) -> None:
         """Start the text of an output, or restart it after its engine died."""
         self._texts.pop(variable, None)
+        self._committed.discard(variable)
         self._version += 1
         self._texts[variable] = _StreamedText(
             node, job, variable, attempt, [], version=self._version
@@ -179,6 +201,7 @@ class EventStream:
     def close(self) -> None:
         """End all readers after the last published event."""
         self._is_closed = True
+        self._drop_texts()
         self._wake_all()
 
     def drain(self) -> None:
@@ -194,6 +217,7 @@ class EventStream:
             yield
         finally:
             self.num_readers -= 1
+            self._drop_texts()
 
     async def read(
         self, after: int, *, is_durable: bool = False, offsets: TextOffsets | None = None
@@ -210,33 +234,36 @@ class EventStream:
         """
         position = self._num_dropped + bisect_right(self._seqs, after)
         offsets = {} if offsets is None else offsets
-        for variable in offsets.keys() & self._texts.keys():
-            text = self._texts[variable]
-            if text.is_committed:  # the reader has its value, or gets it before more text
-                offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
+        for variable in self._committed:  # the reader has its value, or gets it before more text
+            offsets.pop(variable, None)
+        self._offsets.append(offsets)
         seen = 0
-        while True:
-            changed = self._next_change(is_durable=is_durable)
-            # Events published while the reader is busy follow the next deltas.
-            end = self._num_dropped + len(self._events)
-            if not is_durable:
-                deltas = [*self._deltas(offsets, seen), *self._partial_yields(offsets, seen)]
-                seen = self._version
-                for delta in deltas:
-                    yield delta
-            while position < end:
-                if position < self._num_dropped:
+        try:
+            while True:
+                changed = self._next_change(is_durable=is_durable)
+                # Events published while the reader is busy follow the next deltas.
+                end = self._num_dropped + len(self._events)
+                if not is_durable:
+                    deltas = [*self._deltas(offsets, seen), *self._partial_yields(offsets, seen)]
+                    seen = self._version
+                    for delta in deltas:
+                        yield delta
+                while position < end:
+                    if position < self._num_dropped:
+                        return
+                    yield self._events[position - self._num_dropped]
+                    position += 1
+                if end < self._num_dropped + len(self._events):
+                    continue
+                if self._is_closed:
                     return
-                yield self._events[position - self._num_dropped]
-                position += 1
-            if end < self._num_dropped + len(self._events):
-                continue
-            if self._is_closed:
-                return
-            if self._is_draining:
-                yield Event(None, "server.draining", {"program": self._program})
-                return
-            await changed.wait()
+                if self._is_draining:
+                    yield Event(None, "server.draining", {"program": self._program})
+                    return
+                await changed.wait()
+        finally:
+            self._offsets = [each for each in self._offsets if each is not offsets]
+            self._drop_texts()
 
     def recorded(self, after: int) -> list[Event]:
         """Return the published events after number `after`."""
@@ -247,7 +274,7 @@ class EventStream:
         for variable, text in reversed(self._texts.items()):
             if text.version <= seen:
                 break
-            if text.is_committed and variable not in offsets:
+            if variable in self._committed and variable not in offsets:
                 continue
             read = offsets.get(variable)
             if read is None or read.attempt != text.attempt:
@@ -269,6 +296,7 @@ class EventStream:
                     data["logprobs_offset"] = read.num_logprobs
                 deltas.append(Event(None, "node.delta", data))
                 offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
+        self._drop_texts()
         deltas.reverse()
         return deltas
 

@@ -178,3 +178,54 @@ async def test_log_probabilities_arrive_with_the_text_of_their_tokens() -> None:
     assert whole.data["logprobs"] == ["A", "half", "other half"]
     await reading.aclose()
     await late.aclose()
+
+
+def committed_text(seq: int) -> Event:
+    return Event(seq, "variable.committed", {"seq": seq, "variable": "x"})
+
+
+async def test_a_text_is_dropped_with_its_commit() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "ab", ["A"])
+    first = feed.read(0)
+    [delta] = await take(first, 1)
+    assert delta.data["text"] == "ab"
+    again = feed.read(0)
+    [delta] = await take(again, 1)
+    assert (delta.data["text"], delta.data["offset"]) == ("ab", 0), "it has no value yet"
+    feed.publish([committed_text(1)])
+    assert not feed._texts
+    for reading in (first, again, feed.read(0)):
+        assert [event.seq for event in await take(reading, 1)] == [1]
+        await reading.aclose()
+
+
+async def test_a_text_stays_for_the_readers_that_lack_its_end() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "ab", ["A"])
+    readers = [feed.read(0) for _ in range(3)]
+    for reading in readers:
+        await take(reading, 1)
+    feed.append_text("x", "c", ["C"])
+    feed.publish([committed_text(1)])
+    slow, slower, gone = readers
+    await gone.aclose()
+    for reading in (slow, slower):
+        assert feed._texts
+        delta, commit = await take(reading, 2)
+        assert (delta.data["text"], delta.data["logprobs"], commit.seq) == ("c", ["C"], 1)
+    assert not feed._texts
+    for reading in (slow, slower):
+        await reading.aclose()
+
+
+async def test_texts_without_a_value_are_dropped_with_the_last_reader() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "ab")
+    with feed.reader():
+        feed.close()
+        assert [event.data["text"] async for event in feed.read(0)] == ["ab"]
+    assert not feed._texts
