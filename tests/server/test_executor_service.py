@@ -509,7 +509,10 @@ async def test_unrecoverable_program_fails(
         assert status.error
         assert status.error.code == "program.unreadable"
         assert status.receipt
-        assert (await broken.events())[-1].type == "program.finished"
+        last = (await broken.events())[-1]
+        assert last.type == "program.finished"
+        error = status.error
+        assert (last.data["code"], last.data["message"]) == (error.code, error.message)
         metrics = (await harness.executor.metrics()).decode()
         assert 'programs_ended_total{status="failed"} 1' in metrics
         if breaks == "resume":

@@ -135,6 +135,8 @@ class Resumption:
             "program": stored.id,
             "status": end.status,
             "receipt": msgspec.Raw(end.receipt),
+            "code": problem.code,
+            "message": problem.message,
             "seq": seq,
             "at": format_timestamp(now),
         }
