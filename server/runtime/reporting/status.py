@@ -188,6 +188,27 @@ class _Body(Struct, frozen=True):
     request_id: str | None = None
 
 
+class _StoredNode(Struct, frozen=True):
+    id: str = ""
+    op: str = ""
+    meta: Json = None
+
+
+class _StoredNodes(Struct, frozen=True):
+    nodes: list[_StoredNode] = []
+
+
+class _BodyNodes(Struct, frozen=True):
+    """The nodes of a stored submission or append."""
+
+    program: _StoredNodes = _StoredNodes()
+    nodes: list[_StoredNode] = []
+
+
+class _NodeEvent(Struct, frozen=True):
+    node: str = ""
+
+
 def _decode_body(body: bytes) -> _Body:
     try:
         return decode_record(body, _Body)
@@ -213,9 +234,9 @@ def has_append(stored: StoredProgram, append: Append) -> bool:
 def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:
     """Return the end of a program that cannot be recovered from its stored state."""
     outputs = _decode_body(stored.body).program.outputs
-    known = {record.variable for record in stored.values}
+    known = {record.variable for record in stored.values} | _given_inputs(stored).keys()
     last = StoredSnapshot(
-        nodes=msgspec.Raw(b"{}"),
+        nodes=msgspec.Raw(msgspec.json.encode(_unrecoverable_nodes(stored, problem))),
         absences={
             name: VariableStatus(name=name, status="failed", error=problem)
             for name in outputs
@@ -233,6 +254,26 @@ def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> 
     )
 
 
+def _unrecoverable_nodes(stored: StoredProgram, problem: Problem) -> dict[str, NodeStatus]:
+    """Return the nodes that a client sent: those that have not finished failed with the program."""
+    ends = (record.data for record in stored.events if record.type == "node.finished")
+    try:
+        finished = {decode_record(data, _NodeEvent).node for data in ends}
+        bodies = [decode_record(body, _BodyNodes) for body in (stored.body, *stored.appends)]
+    except msgspec.DecodeError:
+        return {}
+    nodes = [node for body in bodies for node in (*body.program.nodes, *body.nodes)]
+    return {
+        node.id: NodeStatus(
+            status="done" if node.id in finished else "failed",
+            op=node.op,
+            error=UNSET if node.id in finished else problem,
+            meta=UNSET if node.meta is None else node.meta,
+        )
+        for node in nodes
+    }
+
+
 def stored_status(stored: StoredProgram, nodes: Iterable[str] | None = None) -> ProgramStatus:
     """Return the status of an ended program from the journal.
 
@@ -244,7 +285,7 @@ def stored_status(stored: StoredProgram, nodes: Iterable[str] | None = None) -> 
     head = stored_head(stored, snapshot)
     if nodes is not None:
         found = decode_record(snapshot.nodes, dict[str, msgspec.Raw])
-        shown = {node_id: decode_record(found[node_id], NodeStatus) for node_id in nodes}
+        shown = {each: decode_record(found[each], NodeStatus) for each in nodes if each in found}
         return msgspec.structs.replace(head, nodes=shown)
     return msgspec.structs.replace(
         head,
@@ -294,9 +335,7 @@ def stored_variables(
     assert stored.end is not None
     receipt = decode_record(stored.end.receipt, Receipt)
     truncated, late = frozenset(receipt.truncated), frozenset(receipt.deadlines_missed)
-    given = dict(_decode_body(stored.body).inputs)
-    for body in stored.appends:
-        given |= _decode_body(body).inputs
+    given = _given_inputs(stored)
     records = {record.variable: record.value for record in stored.values}
     for name in (given | records) if only is None else {only} & (given.keys() | records.keys()):
         value = msgspec.json.decode(records[name]) if name in records else given[name]
@@ -310,6 +349,14 @@ def stored_variables(
                 deadline_missed=name in late,
             ),
         )
+
+
+def _given_inputs(stored: StoredProgram) -> dict[str, Json]:
+    """Return the inputs that a submission and its appends contain."""
+    given: dict[str, Json] = {}
+    for body in (stored.body, *stored.appends):
+        given |= _decode_body(body).inputs
+    return given
 
 
 def stored_variable(stored: StoredProgram, name: str) -> VariableStatus | None:

@@ -152,6 +152,10 @@ async def test_damaged_program_is_ended_with_its_code(tmp_path: Path) -> None:
         assert status.error
         assert status.error.code == "program.damaged"
         assert status.variables["e"].value == 1
+        assert {name: node.status for name, node in status.nodes.items()} == {
+            "e": "done",
+            "a": "failed",
+        }
 
 
 async def test_pending_program_is_resumed_when_it_is_requested(

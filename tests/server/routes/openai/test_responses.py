@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from conure.server.app import drain
 
 from ...service_double import ScriptedService, app_of, in_process, until
+from ...store.journal_records import FILE
 from .test_requests import openai_client
 
 GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
@@ -221,6 +223,24 @@ async def test_a_background_response_is_polled_or_cancelled(tmp_path: Path) -> N
         assert (await client.responses.retrieve(slow.id)).status == "cancelled"
         with pytest.raises(openai.BadRequestError, match="has no answer"):
             await client.responses.create(input="x", previous_response_id=slow.id, **GREEDY)
+
+
+async def test_a_response_that_cannot_be_resumed_has_failed_and_can_be_deleted(
+    tmp_path: Path,
+) -> None:
+    async with openai_client(tmp_path, time_per_output_token=2.0) as client:
+        slow = await client.responses.create(input="a secret", background=True, **GREEDY)
+    with sqlite3.connect(tmp_path / FILE) as journal:
+        change = """replace(CAST(body AS TEXT), '"op":"generate"', '"op":"of another version"')"""
+        journal.execute(f"UPDATE program SET body = CAST({change} AS BLOB), crc = NULL")
+    async with openai_client(tmp_path) as client:
+        found = await client.responses.retrieve(slow.id)
+        assert found.status == "failed"
+        assert found.error is not None
+        assert "program.unreadable" in str(found.error)
+        await client.responses.delete(slow.id)
+        with pytest.raises(openai.NotFoundError, match=slow.id):
+            await client.responses.retrieve(slow.id)
 
 
 async def test_a_deleted_response_does_not_exist(tmp_path: Path) -> None:
