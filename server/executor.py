@@ -56,7 +56,7 @@ from .runtime.program_run import MAX_NODES_INLINE, ProgramRun
 from .runtime.program_state import ProgramState
 from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
-from .runtime.reporting.status import append_status, has_append, stored_status, stored_variable
+from .runtime.reporting.status import append_status, stored_append_status, stored_variable
 from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
 from .runtime.steps.client_writes import is_same_value, put_value, wait_writable
@@ -275,10 +275,10 @@ class Executor(ProgramReader):
         """Add nodes to an open program; see `Service.append`."""
         run = await self.programs.wait_live(program, tenant, wait_s)
         if run is None:
-            stored = await self.programs.load(program, tenant)
-            if has_append(stored, append):
-                return stored_status(stored)
-            raise ConflictError("session.ended", f"program {program} has ended")
+            status = stored_append_status(await self.programs.load(program, tenant), append)
+            if status is None:
+                raise ConflictError("session.ended", f"program {program} has ended")
+            return status
         await self._intake.append(run, append, body)
         await _wait_durable(run.outbox.barrier(), "the append")
         receipt = run.receipt if run.outbox.has_ended else None

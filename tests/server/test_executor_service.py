@@ -568,6 +568,25 @@ async def test_an_append_that_is_sent_again_has_no_effect(tmp_path: Path, state:
         assert other.value.code == "program.duplicate_node"
 
 
+async def test_a_repeated_append_gets_only_what_it_added_after_the_end(tmp_path: Path) -> None:
+    append: dict[str, Any] = {
+        "nodes": [expr("b", var("n"), writes="c"), expr("bad", {"parse_json": ["{"]})],
+        "variables": {"n": {}},
+        "inputs": {"n": 2},
+        "request_id": "r",
+    }
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr("a", 1)], inputs={"i": 1}, open=True)
+        await program.append(**append)
+        await program.append(close=True)
+        ended = await program.end()
+        again = await program.append(**append)
+        assert (list(again.nodes), list(again.variables)) == (["b", "bad"], ["n", "c", "bad"])
+        for name, variable in again.variables.items():
+            assert variable == ended.variables[name]
+        assert again.nodes["bad"] == ended.nodes["bad"]
+
+
 @pytest.mark.parametrize("is_ended", [False, True])
 async def test_another_append_with_the_same_request_id_is_refused(
     tmp_path: Path, is_ended: bool

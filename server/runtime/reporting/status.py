@@ -6,13 +6,15 @@ Pure functions. A value is shown only if it is durable.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Struct
 
 from ...program.decoding.typed_json import decode_record
+from ...program.errors import ProgramError
 from ...program.ir import Append, GenerateNode, Json
+from ...program.slot import Slot
 from ...program.status import (
     ENDED,
     NodeStatus,
@@ -29,6 +31,8 @@ from ..clock import format_timestamp
 from ..node_state import NodeState
 from ..program_state import ProgramState, check_same_append
 from .receipt import explain
+
+T = TypeVar("T")
 
 
 def node_status(state: NodeState) -> NodeStatus:
@@ -141,18 +145,18 @@ def append_status(
 ) -> ProgramStatus:
     """Return the status of a program, with only the nodes and variables that an append added."""
     nodes = [node.id for node in append.nodes]
-    names = _added_variables(program, append)
+    names = _added_variables(append, (program.graph.slots[node_id] for node_id in nodes))
     return program_status(program, durable, receipt, names=names, nodes=nodes)
 
 
-def _added_variables(program: ProgramState, append: Append) -> list[str]:
-    """Return the variables that an append declares, provides or produces, each once."""
-    written = (
-        variable
-        for node in append.nodes
-        for slot in program.graph.slots[node.id]
-        for variable in slot.writes
-    )
+def _added_variables(append: Append, slots: Iterable[tuple[Slot, ...]]) -> list[str]:
+    """Return the variables that an append declares, provides or produces, each once.
+
+    Args:
+        append: the append as the client sent it.
+        slots: those of each of its nodes.
+    """
+    written = (variable for some in slots for slot in some for variable in slot.writes)
     return list(dict.fromkeys((*append.variables, *append.inputs, *written)))
 
 
@@ -216,19 +220,42 @@ def _decode_body(body: bytes) -> _Body:
         return _Body()
 
 
-def has_append(stored: StoredProgram, append: Append) -> bool:
-    """Return whether a stored program applied an append.
+def stored_append_status(stored: StoredProgram, append: Append) -> ProgramStatus | None:
+    """Return the status of an ended program, with only the nodes and variables that an append
+    added; None if the program has not applied the append.
 
     Raises:
         ConflictError: `idempotency.conflict` if it applied another one with its request id.
     """
+    body = _find_append(stored, append)
+    if body is None:
+        return None
+    status = stored_status(stored)
+    try:  # the stored append has the nodes of the procedures that it calls
+        slots = [node.make_slots() for node in decode_record(body, Append).nodes]
+    except (msgspec.DecodeError, ProgramError):  # of another version of the server
+        slots = []
+    return msgspec.structs.replace(
+        status,
+        nodes=_only(status.nodes, (node.id for node in append.nodes)),
+        variables=_only(status.variables, _added_variables(append, slots)),
+    )
+
+
+def _find_append(stored: StoredProgram, append: Append) -> bytes | None:
+    """Return the stored form of an append, by its request id."""
     if append.request_id is None:
-        return False
-    for body in map(_decode_body, stored.appends):
-        if body.request_id == append.request_id:
-            check_same_append(stored.id, [node.id for node in body.nodes], append)
-            return True
-    return False
+        return None
+    for body in stored.appends:
+        found = _decode_body(body)
+        if found.request_id == append.request_id:
+            check_same_append(stored.id, [node.id for node in found.nodes], append)
+            return body
+    return None
+
+
+def _only(records: dict[str, T], names: Iterable[str]) -> dict[str, T]:
+    return {name: records[name] for name in names if name in records}
 
 
 def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:
