@@ -56,7 +56,7 @@ from .runtime.program_run import MAX_NODES_INLINE, ProgramRun
 from .runtime.program_state import ProgramState
 from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
-from .runtime.reporting.status import append_status, stored_append_status, stored_variable
+from .runtime.reporting.status import append_status, stored_append_status
 from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
 from .runtime.steps.client_writes import is_same_value, put_value, wait_writable
@@ -309,7 +309,7 @@ class Executor(ProgramReader):
             await wait_writable(run, variable)
             run = self.programs.find_live(program, tenant)  # it may have ended meanwhile
         if run is None:
-            status = stored_variable(await self.programs.load(program, tenant), variable)
+            status = await self.programs.stored_variable(program, tenant, variable)
             if status is not None and is_same_value(status, body):
                 return status
             raise ConflictError("program.ended", f"program {program} has ended")

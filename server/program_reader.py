@@ -11,7 +11,6 @@ from .program.errors import NotFoundError
 from .program.ir import Objective
 from .program.status import Event, Phase, ProgramPage, ProgramStatus, VariableStatus
 from .runtime.persistence.program_directory import ProgramDirectory, run_variable_status
-from .runtime.reporting.status import stored_phase, stored_variable
 
 
 class ProgramReader:
@@ -31,7 +30,7 @@ class ProgramReader:
         """Return the phase of a program; see `Service.find`."""
         run = self.programs.find(program, tenant)
         if run is None:
-            return stored_phase(await self.programs.load(program, tenant))
+            return await self.programs.stored_phase(program, tenant)
         return run.state.phase
 
     async def find_submitted(self, idempotency_key: str, *, tenant: str) -> str | None:
@@ -74,7 +73,7 @@ class ProgramReader:
         """Wait for a variable; see `Service.get`."""
         run = self.programs.find(program, tenant)
         if run is None:
-            status = stored_variable(await self.programs.load(program, tenant), variable)
+            status = await self.programs.stored_variable(program, tenant, variable)
             if status is None:
                 message = f"program {program} has no variable {variable}"
                 raise NotFoundError("variable.not_found", message)

@@ -252,7 +252,7 @@ class Journal:
                 up.
         """
         if self._next_seq >= self._writer.reserved_seq:
-            raise self._unavailable()
+            raise _unavailable(self.problem)
         self._next_seq += 1
         return self._next_seq - 1
 
@@ -280,7 +280,7 @@ class Journal:
                 JournalError("store.broken", f"the journal is broken: {self._writer.broken}")
             )
         elif fail_fast and not self.healthy:
-            done.set_exception(self._unavailable())
+            done.set_exception(_unavailable(self.problem))
         else:
             self._num_pending += 1
             self._writer.put(WriteBatch(records, done, fail_fast))
@@ -308,6 +308,20 @@ class Journal:
     async def load_program(self, tenant: str, program: str) -> StoredProgram | None:
         """Return the tenant's program with its appends, values and end, but without its events."""
         return await self._reader.read(partial(reader.load_program, tenant=tenant, program=program))
+
+    async def find_status(self, tenant: str, program: str) -> str | None:
+        """Return the status of the tenant's program if it has ended."""
+        return await self._reader.read(partial(reader.find_status, tenant=tenant, program=program))
+
+    async def load_variable(
+        self, tenant: str, program: str, variable: str
+    ) -> tuple[EndRecord, ValueRecord | None] | None:
+        """Return the end of the tenant's program, and the value of a variable if it has one; None
+        if the program has not ended.
+        """
+        return await self._reader.read(
+            partial(reader.load_variable, tenant=tenant, program=program, variable=variable)
+        )
 
     async def find_procedure(
         self, tenant: str, name: str, *, version: str | None, alias: str | None
@@ -347,8 +361,11 @@ class Journal:
         after: int = 0,
         limit: int = 1_000,
         max_bytes: int | None = None,
+        *,
+        is_trace: bool = False,
     ) -> list[EventRecord]:
-        """Return up to `limit` events of the tenant's program after number `after`, in order.
+        """Return up to `limit` events of the tenant's program after number `after`, in order; with
+        `is_trace`, records of its trace.
 
         They have at most `max_bytes` of data, unless the first one is larger.
         """
@@ -360,15 +377,8 @@ class Journal:
                 after=after,
                 limit=limit,
                 max_bytes=max_bytes,
+                is_trace=is_trace,
             )
-        )
-
-    async def traces(
-        self, tenant: str, program: str, after: int = 0, limit: int = 100
-    ) -> list[EventRecord]:
-        """Return up to `limit` records of the trace of the tenant's program, in order."""
-        return await self._reader.read(
-            partial(reader.traces, tenant=tenant, program=program, after=after, limit=limit)
         )
 
     async def usage(
@@ -417,13 +427,6 @@ class Journal:
             else:
                 batch.done.set_exception(batch.error)
 
-    def _unavailable(self) -> UnavailableError:
-        return UnavailableError(
-            "store.unavailable",
-            f"{self.problem or 'the journal cannot be written'}; retry later",
-            retry_after_s=RETRY_AFTER_S,
-        )
-
     def _release(self) -> None:
         """Give back unused sequence numbers, close the connection and unlock the folder."""
         try:
@@ -464,6 +467,14 @@ def _damaged(folder: Path, what: str) -> JournalError:
         "store.damaged",
         f"the journal in {folder} is damaged: {what}. `conure journal check --data {folder}` lists "
         "everything; start with --recover to continue with what is left",
+    )
+
+
+def _unavailable(problem: str | None) -> UnavailableError:
+    return UnavailableError(
+        "store.unavailable",
+        f"{problem or 'the journal cannot be written'}; retry later",
+        retry_after_s=RETRY_AFTER_S,
     )
 
 

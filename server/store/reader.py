@@ -138,6 +138,37 @@ def load_program(connection: sqlite3.Connection, tenant: str, program: str) -> S
     )
 
 
+def find_status(connection: sqlite3.Connection, tenant: str, program: str) -> str | None:
+    """Return the status of a program that has ended; None if there is no such program."""
+    row = connection.execute(
+        "SELECT e.status FROM program p JOIN ending e ON e.program = p.number "
+        "WHERE p.tenant = ? AND p.id = ?",
+        (tenant, program),
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def load_variable(
+    connection: sqlite3.Connection, tenant: str, program: str, variable: str
+) -> tuple[EndRecord, ValueRecord | None] | None:
+    """Return the end of a program, and the value of one of its variables if it has one.
+
+    None if there is no such program, or it has not ended.
+    """
+    ends = f"SELECT program, {_END} FROM ending"
+    row = connection.execute(
+        f"{ends} WHERE program = (SELECT number FROM program WHERE tenant = ? AND id = ?)",
+        (tenant, program),
+    ).fetchone()
+    if row is None:
+        return None
+    number, *end = row
+    value = connection.execute(
+        f"SELECT {_VALUE} FROM value v WHERE v.program = ? AND v.variable = ?", (number, variable)
+    ).fetchone()
+    return _end(program, end), None if value is None else _value(program, value)
+
+
 def find_procedure(
     connection: sqlite3.Connection, tenant: str, name: str, version: str | None, alias: str | None
 ) -> ProcedureRecord | None:
@@ -254,12 +285,18 @@ def events(
     after: int,
     limit: int,
     max_bytes: int | None,
+    is_trace: bool,
 ) -> list[EventRecord]:
-    """Return the first `limit` events of a program after sequence number `after`.
+    """Return the first `limit` events of a program after sequence number `after`, or the records of
+    its trace.
 
     The data of the returned events has at most `max_bytes`, unless the first event is larger.
     """
-    rows = _event_rows(connection, tenant, program, after, limit, is_trace=False)
+    rows = connection.execute(
+        f"SELECT {_EVENT} FROM event e WHERE (e.type = ?) = ? AND e.seq > ? AND e.program = "
+        "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
+        (TRACE, is_trace, after, tenant, program, limit),
+    )
     found: list[EventRecord] = []
     num_bytes = 0
     for row in rows:
@@ -269,30 +306,6 @@ def events(
             break
         found.append(record)
     return found
-
-
-def traces(
-    connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
-) -> list[EventRecord]:
-    """Return the first `limit` records of a program's trace after sequence number `after`."""
-    rows = _event_rows(connection, tenant, program, after, limit, is_trace=True)
-    return [_event(program, row) for row in rows]
-
-
-def _event_rows(
-    connection: sqlite3.Connection,
-    tenant: str,
-    program: str,
-    after: int,
-    limit: int,
-    *,
-    is_trace: bool,
-) -> sqlite3.Cursor:
-    return connection.execute(
-        f"SELECT {_EVENT} FROM event e WHERE (e.type = ?) = ? AND e.seq > ? AND e.program = "
-        "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
-        (TRACE, is_trace, after, tenant, program, limit),
-    )
 
 
 def usage(

@@ -163,7 +163,7 @@ class Program:
         journal = self._executor.services.journal
         records = [
             msgspec.json.decode(record.data, type=TraceRecord)
-            for record in await journal.traces(self._tenant, self.id, limit=10_000)
+            for record in await journal.events(self._tenant, self.id, limit=10_000, is_trace=True)
         ]
         return [record for record in records if isinstance(record, TracedCall)]
 

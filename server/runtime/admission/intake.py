@@ -125,10 +125,10 @@ class ProgramIntake:
             accepted.add_done_callback(lambda done: self._discard_if_rejected(run, done))
             raise
         except DuplicateKeyError as error:
-            self._programs.discard(run)
+            self._programs.discard(run.state.id)
             return await self._replay(tenant, body_hash, error.program, error.body_hash), True
         except ConureError as error:
-            self._programs.discard(run)
+            self._programs.discard(run.state.id)
             if submission.id is not None and error.code == "store.invariant":
                 raise _id_taken(submission.id) from error
             raise
@@ -335,7 +335,7 @@ class ProgramIntake:
 
     def _discard_if_rejected(self, run: ProgramRun, accepted: asyncio.Future[None]) -> None:
         if accepted.cancelled() or accepted.exception() is not None:
-            self._programs.discard(run)
+            self._programs.discard(run.state.id)
 
     async def _replay(
         self, tenant: str, body_hash: bytes, program: str, known_hash: bytes

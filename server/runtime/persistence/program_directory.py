@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import NoReturn, cast
 
 import msgspec
 from cachetools import LRUCache
@@ -17,6 +18,7 @@ from ...program.errors import NotFoundError, UnavailableError
 from ...program.status import (
     ENDED,
     Event,
+    Phase,
     ProgramPage,
     ProgramStatus,
     ProgramSummary,
@@ -25,7 +27,13 @@ from ...program.status import (
 from ...store.journal import EventRecord, Journal, ProgramListing, StoredProgram
 from ..clock import format_timestamp
 from ..program_run import ProgramRun
-from ..reporting.status import program_status, stored_status, variable_status
+from ..reporting.status import (
+    committed_variable,
+    program_status,
+    stored_status,
+    stored_variable,
+    variable_status,
+)
 from ..reporting.status_parts import live_status_parts, stored_status_parts
 from ..services import RuntimeServices
 from .event_stream import TextOffsets
@@ -95,16 +103,12 @@ class ProgramDirectory:
             self._recent.popitem()
         return True
 
-    def discard(self, run: ProgramRun) -> None:
-        """Remove a program that was not accepted or cannot be resumed."""
-        self._live.pop(run.state.id, None)
-        self._services.call_quota.remove(run.state)
-        run.suspend()
-
-    def discard_id(self, program: str) -> None:
-        """Remove a program if it is live."""
-        if program in self._live:
-            self.discard(self._live[program])
+    def discard(self, program: str) -> None:
+        """Remove a program that was not accepted or cannot be resumed, if it is live."""
+        run = self._live.pop(program, None)
+        if run is not None:
+            self._services.call_quota.remove(run.state)
+            run.suspend()
 
     def remove(self, program: str) -> None:
         """Remove an ended program that was deleted from the journal."""
@@ -171,14 +175,14 @@ class ProgramDirectory:
         Raises:
             UnavailableError: `server.draining` if the server has stopped.
         """
-        self._check_running()
+        if self.is_stopped:
+            raise _draining()
         return self._services.journal
 
-    def _check_running(self) -> None:
-        if self.is_stopped:
-            raise UnavailableError(
-                "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
-            )
+    def _refuse_unknown(self, program: str) -> NoReturn:
+        if self.is_stopped:  # a program that the stop suspended has no end either
+            raise _draining()
+        raise NotFoundError("program.not_found", f"there is no program {program}")
 
     async def load(self, program: str, tenant: str) -> StoredProgram:
         """Return an ended program from the journal.
@@ -188,9 +192,35 @@ class ProgramDirectory:
         """
         stored = await self.journal.load_program(tenant, program)
         if stored is None or stored.end is None:
-            self._check_running()  # a program that the stop suspended has no end either
-            raise NotFoundError("program.not_found", f"there is no program {program}")
+            self._refuse_unknown(program)
         return stored
+
+    async def stored_phase(self, program: str, tenant: str) -> Phase:
+        """Return the phase of an ended program from the journal.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        status = await self.journal.find_status(tenant, program)
+        if status is None:
+            self._refuse_unknown(program)
+        return cast(Phase, status)  # written from a Phase
+
+    async def stored_variable(
+        self, program: str, tenant: str, variable: str
+    ) -> VariableStatus | None:
+        """Return a variable of an ended program from the journal; None if there is none.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        found = await self.journal.load_variable(tenant, program, variable)
+        if found is None:
+            self._refuse_unknown(program)
+        status = committed_variable(*found, variable)
+        if status is None:  # an input, perhaps: it is in the submission or in an append
+            status = stored_variable(await self.load(program, tenant), variable)
+        return status
 
     async def status(
         self, program: str, tenant: str, nodes: Sequence[str] | None = None
@@ -239,22 +269,8 @@ class ProgramDirectory:
         listed = found[:limit]
         has_more = len(found) > limit
         return ProgramPage(
-            programs=[self._summary(listing) for listing in listed],
+            programs=[_summary(listing, self._live.get(listing.id)) for listing in listed],
             next=str(listed[-1].number) if has_more else None,
-        )
-
-    def _summary(self, listing: ProgramListing) -> ProgramSummary:
-        status, finished_at = listing.status, listing.finished_at
-        if status is None:
-            run = self._live.get(listing.id)
-            status = "running" if run is None or run.state.phase in ENDED else run.state.phase
-        return ProgramSummary(
-            id=listing.id,
-            name=listing.name,
-            status=status,  # type: ignore[arg-type]  # written from a Phase
-            created_at=format_timestamp(listing.created_at),
-            finished_at=None if finished_at is None else format_timestamp(finished_at),
-            calls=listing.num_calls,
         )
 
     async def events(
@@ -267,7 +283,7 @@ class ProgramDirectory:
         """
         run = self.find(program, tenant)
         if run is None:
-            await self.load(program, tenant)
+            await self.stored_phase(program, tenant)
         # A reader that pauses between two pages of the journal still uses the program.
         with nullcontext() if run is None else run.events.reader():
             last = after
@@ -299,6 +315,26 @@ class ProgramDirectory:
                     await reading.aclose()
                 if run.events.is_draining or last >= run.events.dropped_seq:
                     return
+
+
+def _summary(listing: ProgramListing, run: ProgramRun | None) -> ProgramSummary:
+    status, finished_at = listing.status, listing.finished_at
+    if status is None:
+        status = "running" if run is None or run.state.phase in ENDED else run.state.phase
+    return ProgramSummary(
+        id=listing.id,
+        name=listing.name,
+        status=status,  # type: ignore[arg-type]  # written from a Phase
+        created_at=format_timestamp(listing.created_at),
+        finished_at=None if finished_at is None else format_timestamp(finished_at),
+        calls=listing.num_calls,
+    )
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError(
+        "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
+    )
 
 
 def _stored_event(record: EventRecord) -> Event:

@@ -122,7 +122,7 @@ class Resumption:
         else:
             return
         with contextlib.suppress(Exception):  # suspending a partly restored run may fail, too
-            self._programs.discard_id(stored.id)
+            self._programs.discard(stored.id)
         self._ends.append(self._end(stored, problem))
 
     def _end(self, stored: StoredProgram, problem: Problem) -> asyncio.Future[None]:

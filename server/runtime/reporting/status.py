@@ -26,7 +26,7 @@ from ...program.status import (
     Receipt,
     VariableStatus,
 )
-from ...store.journal import EndRecord, StoredProgram
+from ...store.journal import EndRecord, StoredProgram, ValueRecord
 from ..clock import format_timestamp
 from ..node_state import NodeState
 from ..program_state import ProgramState, check_same_append
@@ -168,6 +168,12 @@ class StoredSnapshot(Struct, frozen=True, kw_only=True):
     absences: dict[str, VariableStatus]
     """Variables without a value. The journal has a record for each of the others."""
     outputs: list[str]
+
+
+class _Absences(Struct, frozen=True):
+    """The part of a `StoredSnapshot` that one variable is read from."""
+
+    absences: dict[str, msgspec.Raw]
 
 
 class _Program(Struct, frozen=True):
@@ -327,12 +333,6 @@ def stored_snapshot(stored: StoredProgram) -> StoredSnapshot:
     return decode_record(stored.end.nodes, StoredSnapshot)
 
 
-def stored_phase(stored: StoredProgram) -> Phase:
-    """Return the phase of an ended program."""
-    assert stored.end is not None
-    return cast(Phase, stored.end.status)  # written from a Phase
-
-
 def stored_head(stored: StoredProgram, snapshot: StoredSnapshot) -> ProgramStatus:
     """Return the status of an ended program without its variables and nodes."""
     end = stored.end
@@ -341,7 +341,7 @@ def stored_head(stored: StoredProgram, snapshot: StoredSnapshot) -> ProgramStatu
     return ProgramStatus(
         id=stored.id,
         name=_decode_body(stored.body).program.name,
-        status=stored_phase(stored),
+        status=cast(Phase, end.status),  # written from a Phase
         created_at=format_timestamp(stored.created_at),
         finished_at=format_timestamp(end.finished_at),
         outputs=snapshot.outputs,
@@ -366,16 +366,19 @@ def stored_variables(
     records = {record.variable: record.value for record in stored.values}
     for name in (given | records) if only is None else {only} & (given.keys() | records.keys()):
         value = msgspec.json.decode(records[name]) if name in records else given[name]
-        yield (
-            name,
-            VariableStatus(
-                name=name,
-                status="done",
-                value=value,
-                truncated=name in truncated,
-                deadline_missed=name in late,
-            ),
-        )
+        yield (name, _done(name, value, truncated, late))
+
+
+def _done(
+    name: str, value: Json, truncated: Container[str], late: Container[str]
+) -> VariableStatus:
+    return VariableStatus(
+        name=name,
+        status="done",
+        value=value,
+        truncated=name in truncated,
+        deadline_missed=name in late,
+    )
 
 
 def _given_inputs(stored: StoredProgram) -> dict[str, Json]:
@@ -390,6 +393,21 @@ def stored_variable(stored: StoredProgram, name: str) -> VariableStatus | None:
     """Return a variable of an ended program from the journal; None if there is none."""
     found = dict(stored_variables(stored, only=name))
     return found.get(name) or stored_snapshot(stored).absences.get(name)
+
+
+def committed_variable(
+    end: EndRecord, record: ValueRecord | None, name: str
+) -> VariableStatus | None:
+    """Return a variable of an ended program by its value, or by the lack of it that the end states.
+
+    None for an input of the submission or of an append, and if there is no such variable.
+    """
+    if record is not None:
+        receipt = decode_record(end.receipt, Receipt)
+        value = msgspec.json.decode(record.value)
+        return _done(name, value, receipt.truncated, receipt.deadlines_missed)
+    absence = decode_record(end.nodes, _Absences).absences.get(name)
+    return None if absence is None else decode_record(absence, VariableStatus)
 
 
 def _never_set(variable: str, problem: Problem | None, *, is_late: bool) -> VariableStatus:

@@ -67,7 +67,7 @@ class TraceExporter:
         inputs = dict(body.inputs)
         for append in stored.appends:
             inputs |= decode_record(append, _TracedSubmission).inputs
-        first = await journal.traces(tenant, program, limit=PAGE)
+        first = await journal.events(tenant, program, limit=PAGE, is_trace=True)
         root = program_span(status, inputs, body.options.session)
         return self._lines(status, tenant, root, first, token_ids=token_ids)
 
@@ -91,7 +91,8 @@ class TraceExporter:
                         failed.add(traced.node)
                     yield _line(record_span(program, record.seq, traced, token_ids=token_ids))
                 last = page[-1].seq
-                page = await self._programs.journal.traces(tenant, program, last, PAGE)
+                journal = self._programs.journal
+                page = await journal.events(tenant, program, last, PAGE, is_trace=True)
         except ConureError as error:
             # The status line is out: the last line is the place for the error.
             yield _line(error_line(Problem(code=error.code, message=error.message)))

@@ -140,9 +140,10 @@ async def test_damaged_record_is_an_error_and_not_a_value(tmp_path: Path) -> Non
     await journal.append([program("p"), value("p", "x", b"true"), end("p")])
     with sqlite3.connect(tmp_path / FILE) as other:
         other.execute("UPDATE value SET value = CAST('trux' AS BLOB)")
-    with pytest.raises(JournalError, match="value of x in program p does not match") as caught:
-        await journal.load_program("a", "p")
-    assert caught.value.code == "store.damaged"
+    for reading in (journal.load_program("a", "p"), journal.load_variable("a", "p", "x")):
+        with pytest.raises(JournalError, match="value of x in program p does not match") as caught:
+            await reading
+        assert caught.value.code == "store.damaged"
     assert not journal.healthy
     assert "damaged" in (journal.problem or "")
     with pytest.raises(UnavailableError, match="damaged"):

@@ -180,6 +180,20 @@ async def test_other_tenant_sees_nothing(journal: Journal) -> None:
     assert await journal.events("b", "p") == []
     assert await journal.find_idempotent("b", "k") is None
     assert await journal.find_idempotent("a", "k") == ("p", b"h{}")
+    await journal.append([end("p")])
+    assert await journal.find_status("b", "p") is None
+    assert await journal.load_variable("b", "p", "x") is None
+
+
+async def test_one_variable_is_read_with_the_end(journal: Journal) -> None:
+    await journal.append([program("p"), value("p", "x", b"1"), value("p", "y", b"2")])
+    assert await journal.find_status("a", "p") is None
+    assert await journal.load_variable("a", "p", "x") is None
+    await journal.append([end("p", "failed")])
+    assert await journal.find_status("a", "p") == "failed"
+    ending = end("p", "failed")
+    assert await journal.load_variable("a", "p", "x") == (ending, value("p", "x", b"1"))
+    assert await journal.load_variable("a", "p", "z") == (ending, None)
 
 
 async def test_names_are_bound_and_never_sql(journal: Journal) -> None:

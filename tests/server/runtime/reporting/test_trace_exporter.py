@@ -100,7 +100,8 @@ async def test_program_without_the_option_has_no_trace(tmp_path: Path) -> None:
         with pytest.raises(ConflictError, match='"trace": true') as refused:
             await spans(harness, program.id)
         assert refused.value.code == "trace.not_recorded"
-        assert await harness.executor.services.journal.traces(harness.tenant, program.id) == []
+        journal = harness.executor.services.journal
+        assert await journal.events(harness.tenant, program.id, is_trace=True) == []
 
 
 async def test_trace_records_are_not_events(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ async def test_damaged_trace_ends_with_an_error(tmp_path: Path) -> None:
         program = await harness.submit(nodes, outputs=["n0"], trace=True)
         await program.end()
         journal = harness.executor.services.journal
-        records = await journal.traces(harness.tenant, program.id, limit=1_000)
+        records = await journal.events(harness.tenant, program.id, limit=1_000, is_trace=True)
         journal._writer._connection.execute(
             "UPDATE event SET data = CAST('{}' AS BLOB) WHERE seq = ?", (records[30].seq,)
         )
