@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from ..program.content import encoded_size
-from ..program.errors import RunError
+from ..program.errors import ConureError, RunError
 from ..program.expressions.budget import MAX_STEPS
 from ..program.graph.graph import CheckedAppend, check_append
 from ..program.ir import Append, Json, Objective
@@ -264,15 +264,23 @@ class ProgramRun:
         self.state.problem = problem
         self._finish()
 
-    def suspend(self) -> None:
-        """Release everything because the server stops. The journal still has the program."""
+    def suspend(self, reason: ConureError | None = None) -> None:
+        """Release everything: the program was not accepted or cannot be resumed.
+
+        Args:
+            reason: the error of the requests that wait; None: the server stops, and the journal
+                still has the program.
+        """
         self.context.is_over = True
         self.context.aborted.drop_callback()
         if self._finishing is not None:
             self._finishing.cancel()
-        self.events.drain()
+        if reason is None:
+            self.events.drain()
+        else:
+            self.events.close()
         self._release()
-        self.outbox.abandon()
+        self.outbox.abandon(reason)
         _break_cycles(self)
 
     def _complete(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ...engines.constraint_validator import ConstraintValidator
@@ -91,7 +92,7 @@ class ProgramIntake:
             self._check_memory(len(body))
             library = None if is_expanded else self.library
             submission, body = await prepare(submission, body, tenant, library)
-            graph = await self._check(submission, body)
+            graph = await self._check(submission, body, tenant)
             state, priorities = await self._off_loop(
                 body, lambda: self._create_state(submission, tenant, graph)
             )
@@ -122,16 +123,17 @@ class ProgramIntake:
             await asyncio.shield(accepted)
         except asyncio.CancelledError:
             # The client is gone, but a program that may be durable must stay live.
-            accepted.add_done_callback(lambda done: self._discard_if_rejected(run, done))
+            accepted.add_done_callback(partial(self._discard_if_refused, state.id, submission.id))
             raise
         except DuplicateKeyError as error:
-            self._programs.discard(run.state.id)
+            self._programs.discard(state.id, error)
             return await self._replay(tenant, body_hash, error.program, error.body_hash), True
         except ConureError as error:
-            self._programs.discard(run.state.id)
-            if submission.id is not None and error.code == "store.invariant":
-                raise _id_taken(submission.id) from error
-            raise
+            refusal = _refusal(error, submission.id)
+            self._programs.discard(state.id, refusal)
+            if refusal is error:
+                raise
+            raise refusal from error
         return _accepted(state.id, list(graph.outputs)), False
 
     async def find_accepted(
@@ -198,9 +200,9 @@ class ProgramIntake:
         """
         library = None if is_expanded else self.library
         submission, _ = await prepare(submission, body, tenant, library)
-        return submission, await self._check(submission, body)
+        return submission, await self._check(submission, body, tenant)
 
-    async def _check(self, submission: Submission, body: bytes) -> Graph:
+    async def _check(self, submission: Submission, body: bytes, tenant: str) -> Graph:
         services = self._services
         # No chain is longer than all calls.
         most = count_calls(submission.program.nodes)
@@ -208,6 +210,7 @@ class ProgramIntake:
         newcomer = Newcomer(most, most, background)
         self._check_capacity(newcomer)
         self._check_id(submission.id)
+        await self._check_not_ended(submission.id, tenant)
         check_options(submission, services.scheduler.policy.name)
         graph = await self._off_loop(body, lambda: _checked_graph(submission))
         num_new_calls = num_calls(graph)
@@ -232,6 +235,15 @@ class ProgramIntake:
     def _check_id(self, program: str | None) -> None:
         """Check that no live program has an id; the journal refuses the ids of ended ones."""
         if program is not None and self._programs.is_live(program):
+            raise _id_taken(program)
+
+    async def _check_not_ended(self, program: str | None, tenant: str) -> None:
+        """Check that no ended program of the tenant has an id. Until the journal refused it, a new
+        program would hide the ended one.
+        """
+        if program is None:
+            return
+        if await self._programs.journal.find_status(tenant, program) is not None:
             raise _id_taken(program)
 
     async def append(self, run: ProgramRun, append: Append, body: bytes) -> None:
@@ -333,9 +345,12 @@ class ProgramIntake:
                 status=429,
             )
 
-    def _discard_if_rejected(self, run: ProgramRun, accepted: asyncio.Future[None]) -> None:
-        if accepted.cancelled() or accepted.exception() is not None:
-            self._programs.discard(run.state.id)
+    def _discard_if_refused(
+        self, program: str, chosen_id: str | None, accepted: asyncio.Future[None]
+    ) -> None:
+        error = accepted.exception()
+        if isinstance(error, ConureError):
+            self._programs.discard(program, _refusal(error, chosen_id))
 
     async def _replay(
         self, tenant: str, body_hash: bytes, program: str, known_hash: bytes
@@ -377,6 +392,13 @@ def _has_append(state: ProgramState, append: Append) -> bool:
     ):
         raise request_id_taken(state.id, append)
     return True
+
+
+def _refusal(error: ConureError, chosen_id: str | None) -> ConureError:
+    """Return the error of a submission that the journal has refused."""
+    if chosen_id is not None and error.code == "store.invariant":
+        return _id_taken(chosen_id)
+    return error
 
 
 def _id_taken(program: str) -> ConflictError:

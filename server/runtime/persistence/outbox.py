@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from ...program.errors import RunError, UnavailableError
+from ...program.errors import ConureError, RunError, UnavailableError
 from ...program.ir import Json
 from ...program.status import Event, EventType, Problem
 from ...store.journal import (
@@ -197,9 +197,13 @@ class Outbox:
         self._batch.is_last = True
         self.flush()
 
-    def abandon(self) -> None:
-        """Fail all waiters because the server stops, and do not report the end."""
-        error = UnavailableError(
+    def abandon(self, reason: ConureError | None = None) -> None:
+        """Fail all waiters, and do not report the end.
+
+        Args:
+            reason: their error; None: the server stops.
+        """
+        error = reason or UnavailableError(
             "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
         )
         _fail([self._ended, *(each for many in self._waiters.values() for each in many)], error)
@@ -285,6 +289,7 @@ class Outbox:
 
         Raises:
             UnavailableError: `server.draining` if the server stops first.
+            ConureError: why the journal refused the program.
             JournalError: if the journal rejected the variable or the end of the program.
         """
         if variable in self.durable_variables:

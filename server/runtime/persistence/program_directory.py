@@ -14,7 +14,7 @@ from typing import NoReturn, cast
 import msgspec
 from cachetools import LRUCache
 
-from ...program.errors import NotFoundError, UnavailableError
+from ...program.errors import ConureError, NotFoundError, UnavailableError
 from ...program.status import (
     ENDED,
     Event,
@@ -103,12 +103,15 @@ class ProgramDirectory:
             self._recent.popitem()
         return True
 
-    def discard(self, program: str) -> None:
-        """Remove a program that was not accepted or cannot be resumed, if it is live."""
+    def discard(self, program: str, reason: ConureError) -> None:
+        """Remove a program that was not accepted or cannot be resumed, if it is live.
+
+        The requests that wait for it fail with the reason.
+        """
         run = self._live.pop(program, None)
         if run is not None:
             self._services.call_quota.remove(run.state)
-            run.suspend()
+            run.suspend(reason)
 
     def remove(self, program: str) -> None:
         """Remove an ended program that was deleted from the journal."""
@@ -138,8 +141,8 @@ class ProgramDirectory:
         return run if run is not None and run.state.tenant == tenant else None
 
     def is_live(self, program: str) -> bool:
-        """Return whether a program of any tenant with this id is live."""
-        return program in self._live
+        """Return whether a program of any tenant with this id has not ended."""
+        return program in self._live or program in self.pending
 
     async def wait_live(self, program: str, tenant: str, wait_s: float) -> ProgramRun | None:
         """Return a live program; wait for its submission, which may arrive after its appends."""

@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 
+from ...program.errors import RunError
 from ...program.status import Problem
 from ...store.journal import EndRecord, EventRecord, Journal, StoredProgram
 from ..clock import format_timestamp
@@ -122,7 +123,7 @@ class Resumption:
         else:
             return
         with contextlib.suppress(Exception):  # suspending a partly restored run may fail, too
-            self._programs.discard(stored.id)
+            self._programs.discard(stored.id, RunError(problem.code, problem.message))
         self._ends.append(self._end(stored, problem))
 
     def _end(self, stored: StoredProgram, problem: Problem) -> asyncio.Future[None]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from conure.server.program.errors import NotFoundError
-from conure.server.runtime.persistence import event_stream
+from conure.server.program.errors import ConflictError, NotFoundError, UnavailableError
+from conure.server.runtime.persistence import event_stream, resumption
 from conure.server.runtime.program_run import ProgramRun
 from conure.server.runtime.reporting.status import stored_variable
 
-from ...inprocess import Program, ServerHarness, client, expr, generate, server_harness, var
+from ...inprocess import (
+    DelayedJournalWriter,
+    Program,
+    ServerHarness,
+    client,
+    expr,
+    generate,
+    server_harness,
+    var,
+)
 
 
 async def test_a_reader_of_the_journal_is_a_reader_of_the_program(
@@ -96,3 +107,72 @@ async def test_a_value_is_read_without_its_program(
         assert (await program.get("e")).value == 1
         assert (await program.get("off")).status == "skipped"
         assert (await program.events())[-1].type == "program.finished"
+
+
+CHOSEN = f"p_{'0b' * 12}"
+
+
+@pytest.mark.parametrize("is_client_gone", [False, True])
+async def test_waiters_of_a_refused_program_get_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_client_gone: bool
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        disk = DelayedJournalWriter(harness)
+        submitting = asyncio.create_task(harness.submit([client("a", "x")], id=CHOSEN))
+        await asyncio.wait_for(disk.came.wait(), 60)
+        program = Program(harness, CHOSEN)
+        value = asyncio.create_task(program.get("x"))
+        reading = asyncio.create_task(anext(program.read(), None))
+        await asyncio.sleep(0)
+        if is_client_gone:
+            submitting.cancel()
+            await asyncio.wait([submitting])
+        full = sqlite3.OperationalError("database or disk is full")
+        writer = harness.executor.services.journal._writer
+        monkeypatch.setattr(writer, "_try_commit", lambda group: full)
+        disk.release()
+        with pytest.raises(UnavailableError, match="full") as refused:
+            await value
+        assert refused.value.code == "store.unavailable"
+        assert await reading is None, "no event says that the server stops"
+        await asyncio.gather(submitting, return_exceptions=True)
+        with pytest.raises(NotFoundError):
+            await program.get("x")
+        monkeypatch.undo()
+
+
+async def test_a_submission_with_the_id_of_an_ended_program_does_not_hide_it(
+    tmp_path: Path,
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr("e", 1)], id=CHOSEN)
+        await program.end()
+    async with server_harness(tmp_path) as harness:
+        disk = DelayedJournalWriter(harness)
+        with pytest.raises(ConflictError) as taken:
+            async with asyncio.timeout(60):
+                await harness.submit([expr("other", 1)], id=CHOSEN)
+        assert taken.value.code == "program.id_taken"
+        assert not disk.batches
+        assert (await Program(harness, CHOSEN).get("e")).value == 1
+
+
+async def test_a_submission_with_the_id_of_a_program_that_is_not_resumed_yet_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "x")], id=CHOSEN)
+        requested = await program.event("client.requested")
+
+    async def never(_: object) -> None:
+        """Leave all programs pending."""
+
+    monkeypatch.setattr(resumption, "START_S", 0.0)
+    monkeypatch.setattr(resumption.Resumption, "_resume_rest", never)
+    async with server_harness(tmp_path) as harness:
+        with pytest.raises(ConflictError) as taken:
+            await harness.submit([client("b", "y")], id=CHOSEN)
+        assert taken.value.code == "program.id_taken"
+        program = Program(harness, CHOSEN)
+        await program.put("x", 1, requested.data["request_id"])
+        assert (await program.end()).status == "done"
