@@ -1,7 +1,8 @@
 """Access to a request's body, tenant and service, and waiting that ends with the connection.
 
-Invariants: a wait ends when its client disconnects or the server drains; the generator of a stream
-is always closed by the task that ran it.
+Invariants: a wait in `while_connected` ends when its client disconnects or the server drains. An
+append and a PUT that wait for their program do not use it: an interrupted one would leave open
+whether it was applied. The generator of a stream is always closed by the task that ran it.
 """
 
 from __future__ import annotations

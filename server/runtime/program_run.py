@@ -2,7 +2,8 @@
 
 Connects the program's state to the server: node executors run its slots (`NodeContext`), records
 go to the journal, and events go to readers once they are durable. Nothing polls: a committed value
-names the slots that it made ready, and they are dispatched in the same turn of the event loop.
+names the slots that it made ready, and they are dispatched at once, or in later turns if there are
+many.
 
 Inside the server, a value exists as soon as it is committed in memory, and a consumer may start.
 Outside, it exists once the journal has it: readers, client steps and functions wait for that. All
@@ -81,7 +82,7 @@ class ProgramRun:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of JSON of the program: roughly the memory that it uses."""
+        """Rough memory of the program: the bytes of its values, and 4 KiB per node."""
         return self.context.quota.live_bytes + len(self.state.nodes) * BYTES_PER_NODE
 
     @property

@@ -35,9 +35,9 @@ class TimedJobs:
         """The number of bodies around each job."""
 
     def add(self, nodes: Iterable[Node]) -> None:
-        """Note which bodies contain the jobs of submitted nodes.
+        """Note how many bodies are around each job.
 
-        A job keeps its bodies if nodes are appended to it.
+        Nodes that are appended to a job later do not change that.
         """
         if any(job.timeout_s is not None for job in self._graph.jobs.values()):
             bodies: dict[str, tuple[BodyRef, ...]] = {}

@@ -25,7 +25,7 @@ LEASE_CHECKS = 5
 DEADLINE, LEASE, IDLE_TIMEOUT = "the deadline", "the lease", "the idle timeout"
 """Keys of the program's own timers. They contain a space, so no node can have the same name."""
 WAITING_NODES = (ClientNode, WaitNode, NodeWithBodies)
-"""Nodes that may run for long without work of the server."""
+"""Nodes that are `running` while they only wait: for the client, for values or for their bodies."""
 
 
 @dataclass(slots=True)
@@ -198,9 +198,8 @@ class Timers:
         self._stop("deadline_exceeded", Problem(code="program.deadline_exceeded", message=message))
 
     def _take_usage(self) -> bool:
-        """Return whether a client waits, or a node works, waits for an engine or made progress.
-
-        Progress counts once: since the last call.
+        """Return whether the program is in use: a client reads it, a node is queued or works, or
+        something has changed since the last call.
         """
         before, self._num_seen_changes = self._num_seen_changes, self._num_changes()
         if self._has_reader() or before != self._num_seen_changes:

@@ -26,9 +26,9 @@ STEPS_PER_TURN: Final = 5_000
 NUM_THREADS: Final = 1
 """Threads for long computations. Each more would delay the event loop: they share one lock."""
 SWITCH_S: Final = 0.0005
-"""Seconds after which a long computation lets the event loop continue. The loop gives Python's
-lock away at each system call, so that the usual 5 ms would delay a request by 0.1 s. More switches
-cost short programs some percent: so only while there is a long computation."""
+"""Seconds after which a long computation lets the event loop continue. The event loop releases
+Python's lock at each system call and, with the usual 5 ms, would wait 0.1 s per request for it. A
+short interval slows short programs by some percent, so it is set only during a long computation."""
 
 
 class Turns:

@@ -42,7 +42,7 @@ HEAD_START_S = 10.0
 DUE_S = 30.0
 """A call without a deadline counts as due this long after its program's start. A call with a
 deadline therefore ranks this much before its latest start, and overtakes no call that has waited
-longer."""
+for longer than `DUE_S`."""
 LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""

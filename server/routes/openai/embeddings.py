@@ -134,7 +134,8 @@ async def _token_ids(
     if (num_tokens := sum(map(len, texts))) > MAX_TOKENS:
         raise ProgramError(
             "too_many_tokens",
-            f"the texts have {num_tokens} tokens and a request may have {MAX_TOKENS}: send several",
+            f"the texts have {num_tokens} tokens and a request may have {MAX_TOKENS}: send "
+            "several requests",
             path="input",
         )
     return texts

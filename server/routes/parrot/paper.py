@@ -106,7 +106,7 @@ async def submit_prompt(request: Request[Any, Any, Any]) -> SubmitAnswer:
     """Submit a prompt to a session, or to a new session."""
     parsed: SubmitRequest = await read_record(request, SubmitRequest)
     sessions = Sessions.of(request)
-    suffix = secrets.token_hex(4)
+    suffix = secrets.token_hex(6)
     # The prompt is checked before a session is created for it.
     known = None if parsed.session_id is None else await sessions.find(parsed.session_id)
     lowered = lower_request(

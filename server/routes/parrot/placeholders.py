@@ -2,8 +2,8 @@
 
 Out of scope: HTTP, and sessions beyond their name.
 
-Invariants: every generated name ends in the request's random suffix, so requests of one session
-never collide; only `{{name}}` is special in the prompt.
+Invariants: every generated name ends in the request's random suffix, so requests of one session do
+not collide; only `{{name}}` is special in the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .sessions import split_id
 
 _PLACEHOLDER = re.compile(r"\{\{\s*(?:(input|output)\s*:\s*)?([A-Za-z_]\w*)\s*\}\}")
 _SAMPLING = tuple(f.name for f in msgspec.structs.fields(Sampling))
-_GREEDY = Sampling()
+_DEFAULTS = Sampling()
 
 Transform: TypeAlias = Callable[[Expression], Expression]
 
@@ -125,7 +125,7 @@ def _check_sampling(placeholder: Placeholder, path: str) -> None:
     if placeholder.in_out:
         return
     for name in _SAMPLING:
-        if getattr(placeholder, name) != getattr(_GREEDY, name):
+        if getattr(placeholder, name) != getattr(_DEFAULTS, name):
             raise _error(
                 "sampling_of_input",
                 f"{name} applies to outputs only (in_out: true)",

@@ -1,7 +1,7 @@
 """The open calls that go before those of a new program, by the order of the server's policy.
 
-A wide program and a chain rank differently: a request with little work does not wait for a batch of
-10,000 calls that was submitted just before it.
+Which calls these are depends on the new program: one with little work goes before a batch of 10,000
+calls that was submitted just before it.
 
 Out of scope: how long these calls take (`load`).
 """

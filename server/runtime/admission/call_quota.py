@@ -6,8 +6,8 @@ that a wide map cannot block new programs.
 
 Out of scope: graphs. A program reports how many calls it has open, a map how many an item has.
 
-Invariants: `num_calls` is the number of open calls of all programs. The first map in the queue
-gets the next free quota that is large enough.
+Invariants: `num_calls` is the number of open calls of all programs. Free quota goes to the first
+map in the queue, once one of its items fits.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ...program.errors import UnavailableError
 WEIGHT = 0.05
 """Weight of a call in the average."""
 MIN_CALLS = 16
-"""Calls before the average is used."""
+"""Calls that must have ended before the average is used."""
 MAX_RETRY_AFTER_S = 60.0
 WAIT_SHARE = 0.5
 """Part of its own duration that a program with a reader may wait."""
@@ -110,7 +110,9 @@ class LoadMonitor:
         return min(max_wait_s, max(MIN_WAIT_S, WAIT_SHARE * newcomer.depth * self.call_s))
 
     def is_busy(self, load: Load) -> bool:
-        """Return whether a program might be refused because of its length."""
+        """Return whether the wait is so long that the length of a program decides on its
+        acceptance.
+        """
         return self.wait_s(load.num_calls, load.num_sequences) > MIN_WAIT_S
 
     def check(self, newcomer: Newcomer, load: Load, num_ahead: Callable[[], int]) -> None:
@@ -141,8 +143,8 @@ class LoadMonitor:
             work_s = newcomer.num_calls * self.call_s / load.num_sequences
             raise UnavailableError(
                 "queue.full",
-                f"a new program would wait about {wait_s:.1f} s, the limit for this one is "
-                f"{limit_s:.3g} s: retry later, or submit it with the objective `throughput`, "
+                f"a new program would wait about {wait_s:,.1f} s, the limit for this one is "
+                f"{limit_s:,.1f} s: retry later, or submit it with the objective `throughput`, "
                 "which may wait longer",
                 retry_after_s=self._retry_after_s(wait_s - limit_s, work_s),
                 status=429,

@@ -1,5 +1,6 @@
-"""Outputs that the server aborted: the tokens decoded by then, and the time limit of the wait.
+"""Outputs that the server aborted.
 
+Counts the tokens that engines decoded for them, and limits how long a receipt waits for the counts.
 An engine stops an output between two steps, so it decodes tokens after the decision of the server.
 Its answer contains the whole count. The receipt of a program is made after the last answer, or
 after `MAX_ANSWER_S` if an engine is in a very long step.

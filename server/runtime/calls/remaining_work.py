@@ -25,7 +25,8 @@ class CallSize(NamedTuple):
     """The lengths of one call."""
 
     head: str
-    """Text at the start of the prompt, or a name that stands for this text only."""
+    """Identifies the text at the start of the prompt: the text itself, or a name that no other text
+    has."""
     num_head_chars: int
     num_chars: int
     """Characters after the head, of text and of values that are known."""

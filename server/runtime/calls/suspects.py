@@ -47,7 +47,7 @@ class SuspectGate:
 
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}
-        """Maximum number of running suspects when a call starts, by the deaths of that call."""
+        """How many suspects may run at once after the start of one, by the deaths of that one."""
         self._running: dict[Hashable, asyncio.TimerHandle | None] = {}
         """Admitted suspects, with the timer of their probation once an engine runs them."""
         self._waiting: dict[Hashable, Callable[[], None]] = {}
@@ -100,7 +100,7 @@ class SuspectGate:
         asyncio.get_running_loop().call_soon(self._admit)
 
     def _limit(self, num_deaths: int) -> float:
-        """Return how many suspects may run before a call with this number of deaths starts."""
+        """Return how many suspects may run after the start of one with this number of deaths."""
         if self.is_open:  # all suspects have ended or have passed their probation
             return math.inf
         return self._limits.get(num_deaths, 1)

@@ -3,7 +3,7 @@
 Two rules, applied to every node that ends because of a kill:
 
     needed by it   A node whose values only ended nodes read is killed. Outputs of the program,
-                   and nodes around a `yield` or `kill`, go on.
+                   and nodes around a `yield`, `kill`, `client` or `call`, go on.
     needs it       A node that cannot run without a killed value is skipped, at once instead of
                    when its last input arrives. A `wait` that is `required` ends in the same way,
                    and then the nodes `after` it.

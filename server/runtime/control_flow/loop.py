@@ -186,7 +186,10 @@ def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
 
 
 def _num_added(state: ProgramState, node: LoopNode, history: ExpansionHistory) -> int:
-    """Return the number of rounds that were added. One that was decided on may not have fit."""
+    """Return the number of rounds that were added.
+
+    The decisions do not say this: the program may have had no room for what was decided.
+    """
     return history.num_added[node.id] // (template_of(state, node).num_nodes + 1)
 
 

@@ -97,7 +97,7 @@ class EventStream:
     @property
     def num_changes(self) -> int:
         """A number that grows with every event and every change of a text."""
-        return self._version + len(self._events)
+        return self._version + self._num_dropped + len(self._events)
 
     def publish(self, events: list[Event]) -> None:
         """Add durable events, in order of their sequence numbers."""

@@ -64,8 +64,9 @@ class RecoveredState:
 
 @dataclass(slots=True)
 class ExpansionHistory:
-    """How many nodes were added to bodies. A decision does not tell it: what it decided on may
-    not have fit into the program.
+    """How many nodes were added to bodies.
+
+    The decisions do not say this: the program may have had no room for what was decided.
     """
 
     num_added: Counter[str] = field(default_factory=Counter)

@@ -41,7 +41,7 @@ from .event_stream import TextOffsets
 MAX_RECENT = 64
 """Ended programs that are answered from memory; older ones are read from the journal."""
 MAX_RECENT_BYTES = 64 * 1024 * 1024
-"""Limit on the JSON of all recent programs together."""
+"""Limit on the `num_bytes` of all recent programs together."""
 MAX_NUMBER = 2**63 - 1
 PAGE, PAGE_BYTES = 500, 64 * 1024
 """Events read from the journal at a time, and their bytes: what a reader that stops may hold."""
@@ -75,7 +75,7 @@ class ProgramDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """JSON bytes of all live programs: submissions, values and events."""
+        """Rough memory of all live programs: the bytes of their values, and 4 KiB per node."""
         return sum(run.num_bytes for run in self._live.values())
 
     @property

@@ -195,7 +195,8 @@ def _stop_of(state: ProgramState, node_state: NodeState) -> ProgramStop | None:
 def _stop_by_failure(nodes: list[NodeState]) -> ProgramStop | None:
     """Return the failure for which the program killed its other nodes; None if it killed none.
 
-    The failed node may have read an equal failure, which alone would not have stopped the program.
+    `_stop_of` takes a node that fails with a failure it has read for a reader. Nodes that were
+    killed for this failure show that it stopped the program.
     """
     failures = [each.problem for each in nodes if each.phase == "failed"]
     killed = (each.problem for each in nodes if each.phase == "killed")

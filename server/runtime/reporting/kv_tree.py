@@ -29,7 +29,10 @@ class KvCall(Struct, frozen=True, kw_only=True):
 
 
 class KvBranch(Struct, frozen=True, kw_only=True):
-    """Tokens that several running calls hold once. The first branch contains all, and has none."""
+    """Tokens that several running calls hold once.
+
+    The first branch contains all others and has no tokens of its own.
+    """
 
     depth: int
     """0 for the first branch; the branches inside of a branch have its depth plus 1."""

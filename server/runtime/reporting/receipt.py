@@ -203,7 +203,7 @@ def _waited_for(program: ProgramState, state: NodeState) -> list[NodeState]:
     """Return the nodes that a node waited for.
 
     These are the producers of what it read, its `after`, the nodes in its bodies, and the
-    producers of what the nodes ancestors it read when they were entered.
+    producers of what the nodes around it read when they were entered.
     """
     graph = program.graph
     node_id = state.node.id

@@ -49,7 +49,7 @@ def test_refusal_names_wait_limit_and_time_to_retry() -> None:
     load = observed(2.0, LoadLimits(10, 5.0))
     check(load, BATCH, 56)
     with pytest.raises(
-        UnavailableError, match=r"about 9\.0 s, the limit for this one is 5 s"
+        UnavailableError, match=r"about 9\.0 s, the limit for this one is 5\.0 s"
     ) as caught:
         check(load, BATCH, 88)
     assert (caught.value.code, caught.value.status) == ("queue.full", 429)
@@ -62,7 +62,7 @@ def test_program_with_a_reader_waits_for_half_of_its_duration_at_most() -> None:
     load = observed(2.0, LoadLimits(10, 600.0))
     four = Newcomer(num_calls=4, depth=4)
     check(load, four, 16 + 31)
-    with pytest.raises(UnavailableError, match=r"the limit for this one is 4 s"):
+    with pytest.raises(UnavailableError, match=r"the limit for this one is 4\.0 s"):
         check(load, four, 16 + 33)
     check(load, BATCH, 16 + 33)
 
@@ -71,14 +71,14 @@ def test_short_request_may_wait_two_seconds() -> None:
     load = observed(0.1, LoadLimits(10, 600.0))
     one = Newcomer(num_calls=1, depth=1)
     check(load, one, 16 + 319)
-    with pytest.raises(UnavailableError, match=r"the limit for this one is 2 s"):
+    with pytest.raises(UnavailableError, match=r"the limit for this one is 2\.0 s"):
         check(load, one, 16 + 321)
 
 
 def test_no_program_may_wait_longer_than_the_flag_says() -> None:
     load = observed(2.0, LoadLimits(10, 1.0))
     for newcomer in (BATCH, Newcomer(num_calls=4, depth=4)):
-        with pytest.raises(UnavailableError, match=r"the limit for this one is 1 s"):
+        with pytest.raises(UnavailableError, match=r"the limit for this one is 1\.0 s"):
             check(load, newcomer, 16 + 9)
 
 

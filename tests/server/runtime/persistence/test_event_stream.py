@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from conure.server.program.status import Event
-from conure.server.runtime.persistence.event_stream import EventStream
+from conure.server.runtime.persistence.event_stream import MAX_KEPT, EventStream
 
 
 def committed(seq: int) -> Event:
@@ -25,6 +25,13 @@ async def test_reader_gets_each_event_once_in_order() -> None:
     feed.publish([committed(9)])
     feed.close()
     assert [event.seq async for event in reading] == [9]
+
+
+def test_dropped_events_count_as_changes() -> None:
+    feed = EventStream("p")
+    for seq in range(1, 3 * MAX_KEPT):
+        feed.publish([committed(seq)])
+        assert feed.num_changes == seq
 
 
 async def test_late_reader_gets_text_from_offset_0() -> None:
