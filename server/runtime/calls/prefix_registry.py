@@ -65,7 +65,8 @@ class PrefixRegistry:
     def __init__(self) -> None:
         self._readers: dict[bytes, dict[str, None]] = {}
         self._hashes: dict[str, frozenset[bytes]] = {}
-        self._retained: dict[tuple[str, bytes], RetainedContext] = {}
+        self._retained: dict[bytes, RetainedContext] = {}
+        """By prefix: one context at a time retains a prefix."""
         self._filling: list[RetainedContext] = []
         self.engines: set[str] = set()
         """All engines that the program has had a context on."""
@@ -92,10 +93,7 @@ class PrefixRegistry:
         if readers:
             return None
         del self._readers[prefix]
-        keys = [key for key in self._retained if key[1] == prefix]
-        released = [self._retained.pop(key) for key in keys]
-        assert len(released) <= 1, "one engine at a time retains a program's prefix"
-        return released[0] if released else None
+        return self._retained.pop(prefix, None)
 
     def num_pending_readers(self, prefix: bytes) -> int:
         """Return the number of calls that start with this prefix and have not started."""
@@ -103,20 +101,21 @@ class PrefixRegistry:
 
     def uses(self) -> Iterator[tuple[RetainedContext, Iterable[str]]]:
         """Iterate over the retained contexts, each with the calls that will read it."""
-        for (_, prefix), retained in self._retained.items():
+        for prefix, retained in self._retained.items():
             yield retained, self._readers[prefix]
 
     def find(self, engine: str, hashes: Sequence[bytes]) -> list[RetainedContext]:
         """Return the contexts on this engine that retain any of these prefixes."""
-        found = (self._retained.get((engine, prefix)) for prefix in hashes)
-        return [retained for retained in found if retained is not None]
+        found = (self._retained.get(prefix) for prefix in hashes)
+        return [each for each in found if each is not None and each.engine == engine]
 
     def find_longest(self, hashes: Sequence[bytes], ids: Sequence[int]) -> tuple[str | None, int]:
         """Return the engine that retains most leading tokens of a prompt, and their number."""
+        found = (self._retained.get(prefix) for prefix in hashes)
         matches = (
-            (common_prefix_len(retained.ids, ids), key[0])
-            for key, retained in self._retained.items()
-            if key[1] in hashes
+            (common_prefix_len(retained.ids, ids), retained.engine)
+            for retained in found
+            if retained is not None
         )
         num_tokens, engine = max(matches, default=(0, ""))
         return (engine, num_tokens) if num_tokens else (None, 0)
@@ -127,9 +126,9 @@ class PrefixRegistry:
         Returns: False, and retains nothing, if there are no pending readers or another context
             retains the prefix already.
         """
-        if not self.num_pending_readers(prefix) or any(key[1] == prefix for key in self._retained):
+        if not self.num_pending_readers(prefix) or prefix in self._retained:
             return False
-        self._retained[context.engine, prefix] = context
+        self._retained[prefix] = context
         return True
 
     def begin_fill(self, context: RetainedContext) -> None:
@@ -144,14 +143,14 @@ class PrefixRegistry:
     def discard(self, context: RetainedContext) -> None:
         """Remove a context whose fill failed; safe if it is not retained."""
         self.mark_filled(context)
-        for key in [key for key, other in self._retained.items() if other is context]:
-            del self._retained[key]
+        for prefix in [prefix for prefix, other in self._retained.items() if other is context]:
+            del self._retained[prefix]
 
     def engine_lost(self, engine: str) -> None:
         """Forget all contexts of an engine that died."""
         self._filling = [each for each in self._filling if each.engine != engine]
-        for key in [key for key in self._retained if key[0] == engine]:
-            del self._retained[key]
+        for prefix in [prefix for prefix, each in self._retained.items() if each.engine == engine]:
+            del self._retained[prefix]
 
     def release_all(self) -> list[RetainedContext]:
         """Release everything at the end of the program, including contexts still being filled."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +81,48 @@ def test_find_longest_compares_token_ids() -> None:
     registry.retain(b"q", retained(2, [1, 2, 9]))
     assert registry.find_longest((b"p", b"q"), [1, 2, 3]) == ("e", 2)
     assert registry.find_longest((b"p",), [1, 2, 3]) == ("e", 1)
+
+
+@given(
+    st.lists(st.tuples(st.binary(max_size=1), st.lists(st.integers(0, 1)), st.sampled_from("ef"))),
+    st.lists(st.binary(max_size=1)),
+    st.lists(st.integers(0, 1)),
+)
+def test_find_longest_compares_all_contexts_of_the_prefixes(
+    given_contexts: list[tuple[bytes, list[int], str]], hashes: list[bytes], ids: list[int]
+) -> None:
+    registry = PrefixRegistry()
+    registry.add_reader("a", [prefix for prefix, _, _ in given_contexts])
+    for number, (prefix, of_context, engine) in enumerate(given_contexts):
+        registry.retain(prefix, retained(number, of_context, engine))
+    first = {prefix: (of_context, engine) for prefix, of_context, engine in given_contexts[::-1]}
+    matches = [
+        (common_prefix_len(of_context, ids), engine)
+        for prefix, (of_context, engine) in first.items()
+        if prefix in hashes
+    ]
+    num_tokens, found = max(matches, default=(0, ""))
+    assert registry.find_longest(hashes, ids) == (found if num_tokens else None, num_tokens)
+
+
+class Unscannable(dict[Any, Any]):
+    """A dictionary that nothing iterates over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a scan over all retained contexts")
+
+    items = keys = values = __iter__  # type: ignore[assignment]  # none of them returns
+
+
+def test_a_call_does_not_scan_the_retained_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = PrefixRegistry()
+    monkeypatch.setattr(registry, "_retained", Unscannable())
+    registry.add_reader("a", (b"p", b"q"))
+    prefix = retained(1, [1, 2])
+    assert registry.retain(b"p", prefix)
+    assert registry.find("e", (b"p",)) == [prefix]
+    assert registry.find_longest((b"p", b"q"), [1, 2]) == ("e", 2)
+    assert registry.remove_reader("a") == [prefix]
 
 
 def test_removing_a_reader_twice_counts_once() -> None:
