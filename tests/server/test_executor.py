@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from conure.engine import protocol
 from conure.server.config import Config
-from conure.server.engines.connection import EngineStartError
+from conure.server.engines.connection import EngineConnection, EngineStartError
 from conure.server.engines.fleet import Fleet
 from conure.server.executor import Executor, StartError
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
@@ -427,10 +428,22 @@ async def test_call_status_explains_its_placement(tmp_path: Path) -> None:
     assert f"{len(task)} of {len(task) + 6} prompt tokens are here" in nodes["m2"].why, shared
 
 
-async def test_failed_call_can_be_retried(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_failed_call_can_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> None:
     """Up to `retries` times, each time with another seed; engine deaths do not count."""
+    seeds: list[int] = []
+    send = EngineConnection.send
+
+    def note(engine: EngineConnection, *commands: protocol.Command) -> None:
+        seeds.extend(c.sampling.seed for c in commands if isinstance(c, protocol.GenerateCommand))
+        send(engine, *commands)
+
+    monkeypatch.setattr(EngineConnection, "send", note)
     async with server_harness(tmp_path) as harness:
-        nodes = [generate("x", "abc", **{"as": "value"}, retries=2, on_error="isolate")]
+        fields: dict[str, Any] = {"as": "value", "seed": seed, "retries": 2, "on_error": "isolate"}
+        nodes = [generate("x", "abc", **fields)]
         program = await harness.submit(nodes, outputs=["x"])
         failed = await program.get("x")
         assert failed.error
@@ -439,6 +452,7 @@ async def test_failed_call_can_be_retried(tmp_path: Path) -> None:
         assert status.nodes["x"].attempt == 3
         again = [e.data["why"] for e in await program.events() if e.type == "node.restarted"]
         assert again == ["output.not_json"] * 2
+    assert len(set(seeds)) == 3
 
 
 async def test_programs_are_invisible_to_other_tenants(tmp_path: Path) -> None:

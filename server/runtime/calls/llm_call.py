@@ -189,10 +189,12 @@ class LLMCall:
             f"node {self.node.id}",
             is_clipped=self._context.state.options.clip_outputs,
         )
-        name = self._output_name
-        if self.node_state.num_retries:
-            name += f"/{self.node_state.num_retries}"  # a retry draws a new seed
-        self._sampling = final_sampling(output.sampling, max_tokens=budget, name=name)
+        self._sampling = final_sampling(
+            output.sampling,
+            max_tokens=budget,
+            name=self._output_name,
+            num_retries=self.node_state.num_retries,
+        )
         pace = self._context.services.scheduler.service_time
         pace.observe_prompt(sum(len(piece.text) for piece in rendered.pieces), len(encoded.ids))
         if slot == 0:

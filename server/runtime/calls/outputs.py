@@ -22,6 +22,7 @@ from ...program.expressions.values import check_size
 from ...program.grammar import grammar_of
 from ...program.ir import Constraint, GenerateNode, Json, Output, OutputForm, Sampling, Segment
 from ...program.prompt_prefix import output_form
+from ...program.seed import seed_of_retry
 from ...program.tools import read_tools
 from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
 from ...prompts.tokenizer import Tokenizer
@@ -106,7 +107,9 @@ def _output_spec(
     return OutputSpec(variable, output, output_form(output), output.constraint, tools)
 
 
-def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> protocol.SamplingParams:
+def final_sampling(
+    sampling: Sampling, *, max_tokens: int, name: str, num_retries: int = 0
+) -> protocol.SamplingParams:
     """Return the engine's sampling parameters, with all defaults resolved.
 
     Fields are copied by name, so a new sampling parameter needs no change here.
@@ -116,13 +119,18 @@ def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> protoco
         max_tokens: the budget that the model's context leaves.
         name: of this output within all programs. A missing seed is a hash of it: it is fixed by
             the journaled program id and therefore the same after a restart.
+        num_retries: how often the call was retried. Each retry has another seed, also if the
+            program gives one.
     """
     fields: dict[str, Any] = dict(zip(_SAMPLING_FIELDS, _get_sampling(sampling), strict=True))
     fields["max_tokens"] = max_tokens
     fields["min_tokens"] = min(sampling.min_tokens, max_tokens)
     if sampling.seed is None:
-        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        attempt = f"{name}/{num_retries}" if num_retries else name
+        digest = hashlib.blake2b(attempt.encode(), digest_size=7).digest()
         fields["seed"] = int.from_bytes(digest)
+    elif num_retries:
+        fields["seed"] = seed_of_retry(sampling.seed, num_retries)
     for field in _COLLECTIONS:
         value = fields[field]
         fields[field] = tuple(value.items() if isinstance(value, dict) else value)
