@@ -39,7 +39,7 @@ from .client_calls import (
     read_criteria,
 )
 from .client_errors import ClientError
-from .sessions import Sessions
+from .sessions import CRITERIA, Sessions
 
 _ERRORS = error_responses(404, 409, 422, 424, content=ClientError)
 _NAME = re.compile(NAME_PATTERN)
@@ -274,13 +274,13 @@ async def read_content(request: Request[Any, Any, Any], var_id: FromPath[str]) -
     body: ContentRequest = decode_json(await read_json(request), ContentRequest)
     sessions = Sessions.of(request)
     program = await _find(sessions, body.session_id)
+    objective = CRITERIA.get(body.criteria.lower())
+    if objective is None:
+        await _check_has_value(sessions, program, var_id, body.criteria)
     try:
-        status = await sessions.service.get(program, var_id, tenant=sessions.tenant, wait_s=0)
+        status = await sessions.wait(request, program, var_id, objective)
     except NotFoundError as error:
         raise _unknown_variable(var_id) from error
-    if status.status != "done":  # as in Parrot, the criterion of a value that exists is not read
-        objective = read_criteria(body.criteria)
-        status = await sessions.wait(request, program, var_id, objective)
     return ContentAnswer(content=text_of(None if status.value is UNSET else status.value))
 
 
@@ -313,6 +313,23 @@ def _no_session(number: int | str) -> NotFoundError:
         "for too long",
         path="session_id",
     )
+
+
+async def _check_has_value(sessions: Sessions, program: str, var_id: str, criteria: str) -> None:
+    """Check that a variable has a value, without starting a call.
+
+    As in Parrot, the criterion of a value that exists is not read.
+
+    Raises:
+        NotFoundError: `variable.not_found`.
+        ProgramError: `get.unknown_criteria` if the variable has no value yet.
+    """
+    status = await sessions.service.status(program, tenant=sessions.tenant)
+    variable = status.variables.get(var_id)
+    if variable is None:
+        raise _unknown_variable(var_id)
+    if variable.status != "done":
+        read_criteria(criteria)
 
 
 def _unknown_variable(var_id: str) -> NotFoundError:

@@ -283,6 +283,10 @@ async def test_inconsistent_calls_are_refused(client: ParrotClient) -> None:
 async def test_an_unknown_criterion_of_a_future_value_is_an_error(client: ParrotClient) -> None:
     [(_, b)] = ids_of(await client.call("x {{b}}", written("b")))
     check_error(await client.get(b, criteria="fast"), 400, "use one of latency, throughput")
+    check_error(await client.get("nope", criteria="fast"), 404, "Unknown semantic variable id")
+    info = good(await client.ask("GET", f"/session/{client.session}", session_auth="1"))
+    status = (await client.http.get(f"/v1/programs/{info['program']}")).json()
+    assert [node["status"] for node in status["nodes"].values()] == ["waiting"], "not demanded"
     for criterion in ("TTFT", "TPOT"):
         [(_, b)] = ids_of(await client.call("x {{b}}", written("b")))
         assert good(await client.get(b, criteria=criterion))["content"]
