@@ -136,6 +136,8 @@ class GraphExtension:
         for name, variable in variables.items():
             path = f"{self._prefix}variables.{name}"
             check_name(name, path)
+            if name in existing.variables and variable == Variable():
+                continue  # a reference: the earlier declaration counts
             declared = existing.variables.get(name, existing.template_variables.get(name))
             if declared is not None and declared not in (Variable(), variable):
                 raise ProgramError(
@@ -147,7 +149,7 @@ class GraphExtension:
                 check_schema(variable.schema, f"{path}.schema")
             if variable.default is not UNSET:
                 _check_value(name, variable, variable.default, f"{path}.default")
-        self.new.variables |= variables
+            self.new.variables[name] = variable
 
     def _add_nodes(self, nodes: Sequence[PlacedNode]) -> None:
         for path, node, body in nodes:

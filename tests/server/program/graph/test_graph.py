@@ -450,6 +450,17 @@ def test_a_second_declaration_must_equal_the_first() -> None:
     assert (caught.value.code, caught.value.path) == ("program.variable", "variables.x")
 
 
+def test_a_declaration_without_a_type_refers_to_an_earlier_one() -> None:
+    declared = {"x": {"type": "int"}, "y": {"schema": {"type": "string"}}}
+    graph = build(open=True, variables=declared)
+    before = dict(graph.variables)
+    append(graph, expr("a", "x", "y"), variables={"x": {}, "y": {}})
+    assert {name: graph.variables[name] for name in declared} == before
+    with pytest.raises(ProgramError) as caught:
+        append(graph, variables={"x": {}}, inputs={"x": "one"})
+    assert caught.value.code == "program.input_type"
+
+
 def test_later_objectives_only_tighten_earlier_ones() -> None:
     graph = build(expr("a"), open=True, outputs=["v_a"])
     assert graph.objectives == {"v_a": "latency"}

@@ -267,6 +267,17 @@ async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
             await ask("Again", write="ad")
 
 
+async def test_a_session_call_reads_a_variable_with_a_type(tmp_path: Path) -> None:
+    async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
+        program = {"variables": {"doc": {"type": "string"}}}
+        body = {"open": True, "program": program, "inputs": {"doc": "hi"}}
+        session = (await client.post("/v1/programs", json=body)).json()["id"]
+        binding = {"session": session, "read": {"doc": "doc"}}
+        body = {"model": "fake", "prompt": "Read {{doc}}:", "temperature": 0, "conure": binding}
+        found = await client.post("/v1/completions", json=body)
+    assert found.json()["choices"][0]["text"] == answer("Read hi:")
+
+
 async def test_stream_in_a_session_reads_the_events_of_its_own_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
