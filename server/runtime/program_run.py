@@ -152,10 +152,9 @@ class ProgramRun:
             self._services.watch.end()
 
     def _append(self, append: Append, body: bytes, checked: CheckedAppend) -> None:
-        known = set(self.state.values)
         added, ready = self.state.append(append, checked)
         self.outbox.add(AppendRecord(program=self.state.id, body=body))
-        self.outbox.mark_durable_on_commit(name for name in self.state.values if name not in known)
+        self.outbox.mark_durable_on_commit(append.inputs)
         self.context.nodes_added(added)
         self._timers.start_objectives()
         if added:

@@ -118,8 +118,7 @@ class ProgramState:
             ready += self.readiness.report(added)
         else:
             # A demanded variable may now have a producer, also an indirect one.
-            self.readiness.demand(self.demanded)
-            ready += self.readiness.report()
+            ready += self.readiness.demand_added(added, self.demanded)
         return added, ready
 
     def start(self) -> list[Ready]:
@@ -139,9 +138,9 @@ class ProgramState:
                 self.readiness.enter_new_body(body)
                 self._release_reservation(body.control)
         self._add_nodes(added)
-        if self.readiness.demanded_nodes is not None:
-            self.readiness.demanded_nodes.update(added)
-        return Expansion(added, self.readiness.report(added))
+        if self.readiness.demanded_nodes is None:
+            return Expansion(added, self.readiness.report(added))
+        return Expansion(added, self.readiness.demand_nodes(added))
 
     def enter_body(self, body: BodyRef) -> list[Ready]:
         """Enter a body that is in the graph already."""
@@ -172,8 +171,8 @@ class ProgramState:
         if self.readiness.demanded_nodes is None or variable in self.demanded:
             return []
         self.demanded.add(variable)
-        self.readiness.demand([variable])
-        return self.readiness.report()
+        producer = self.graph.get_producer(variable)
+        return [] if producer is None else self.readiness.demand_nodes([producer.node])
 
     def mark_started(self, node_id: str, slot: int) -> None:
         """Mark a slot that started before a restart and continues from its decisions."""

@@ -13,7 +13,7 @@ node around the body waits for their end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..program.graph.graph import Graph, Slot
 from ..program.ir import GraphNode, Json, WaitNode
@@ -62,7 +62,7 @@ class SlotReadiness:
     def start(self) -> list[Ready]:
         """Start reporting: return the slots that are ready now, except those restored as done."""
         self._is_started = True
-        return self.report()
+        return self.report(self._nodes)
 
     def add_nodes(self, nodes: Sequence[str]) -> None:
         """Count what the slots of new nodes wait for. The nodes must have a `NodeState`."""
@@ -172,12 +172,10 @@ class SlotReadiness:
 
     # --- reporting ------------------------------------------------------------------------
 
-    def report(self, nodes: Iterable[str] | None = None) -> list[Ready]:
-        """Return the slots of these nodes, or of all, that are ready and not reported yet."""
+    def report(self, nodes: Iterable[str]) -> list[Ready]:
+        """Return the slots of these nodes that are ready and not reported yet."""
         slots = self._graph.slots
-        keys: Iterable[SlotKey] = self._num_pending
-        if nodes is not None:
-            keys = ((node_id, slot.index) for node_id in nodes for slot in slots[node_id])
+        keys = ((node_id, slot.index) for node_id in nodes for slot in slots[node_id])
         return [Ready(*key) for key in keys if not self._num_pending[key] and self._report(key)]
 
     def _report(self, key: SlotKey) -> bool:
@@ -223,22 +221,36 @@ class SlotReadiness:
         """Return the number of nodes in the entered bodies of a node that have not ended."""
         return self._num_live_in[node_id]
 
-    def demand(self, variables: Iterable[str]) -> None:
-        """Let the ancestors of variables run under `start: demand`."""
-        producers = map(self._graph.get_producer, variables)
-        self.demand_nodes(each.node for each in producers if each is not None)
+    def demand_added(self, nodes: Iterable[str], variables: Collection[str]) -> list[Ready]:
+        """Let new nodes run that write one of `variables`, or what a demanded node reads."""
+        assert self.demanded_nodes is not None
+        demanded, graph = self.demanded_nodes, self._graph
 
-    def demand_nodes(self, nodes: Iterable[str]) -> None:
-        """Let nodes and their ancestors run under `start: demand`."""
+        def is_demanded(variable: str) -> bool:
+            readers = (*graph.get_consumers(variable), *graph.get_potential_readers(variable))
+            return variable in variables or any(each.node in demanded for each in readers)
+
+        return self.demand_nodes(
+            node_id
+            for node_id in nodes
+            if any(is_demanded(name) for slot in graph.slots[node_id] for name in slot.writes)
+        )
+
+    def demand_nodes(self, nodes: Iterable[str]) -> list[Ready]:
+        """Let nodes and their ancestors run under `start: demand`; return the slots now ready.
+
+        The ancestors of a demanded node are demanded, so only other nodes are visited.
+        """
         assert self.demanded_nodes is not None
         graph = self._graph
         stack = list(nodes)
-        seen: set[str] = set()
+        new: set[str] = set()
         while stack:
             node_id = stack.pop()
-            if node_id in seen:
+            if node_id in self.demanded_nodes:
                 continue
-            seen.add(node_id)
+            self.demanded_nodes.add(node_id)
+            new.add(node_id)
             stack += graph.nodes[node_id].after
             stack += graph.descendants(node_id)
             if (body := graph.body_of(node_id)) is not None:
@@ -246,7 +258,7 @@ class SlotReadiness:
             for slot in graph.slots[node_id]:
                 producers = map(graph.get_producer, slot.reads | slot.may_read)
                 stack += [producer.node for producer in producers if producer is not None]
-        self.demanded_nodes |= seen
+        return self.report(sorted(new, key=lambda each: graph.slot_number(graph.slots[each][0])))
 
 
 def _exit_slot(control: GraphNode) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from conure.server.program.errors import NotFoundError, ProgramError
 from conure.server.program.graph.graph import Graph, Slot
 from conure.server.program.ir import Append, Submission
+from conure.server.program.nodes.bodies import BodyRef
 from conure.server.program.status import Problem
 from conure.server.runtime.node_state import MissingValue, Ready
 from conure.server.runtime.program_state import ProgramState
+from conure.server.runtime.slot_readiness import SlotReadiness
 
 from ..inprocess import client, expr, generate, insert, var
 
@@ -370,14 +373,75 @@ def test_demand_runs_only_ancestors(plan: Plan, data: st.DataObject) -> None:
         key = queue.pop(data.draw(st.integers(0, len(queue) - 1)))
         queue += finish(execution, *key)
     assert execution.is_complete
-    graph = execution.graph
-    expected: set[str] = set()
-    names = {producer.node for v in requested if (producer := graph.get_producer(v)) is not None}
+    expected = ancestors(execution.graph, requested)
+    assert {name for name, state in execution.nodes.items() if state.has_ended} == expected
+
+
+def ancestors(graph: Graph, variables: Iterable[str]) -> set[str]:
+    """Return the nodes without bodies that variables need."""
+    found: set[str] = set()
+    names = {producer.node for v in variables if (producer := graph.get_producer(v)) is not None}
     while names:
         name = names.pop()
-        expected.add(name)
+        found.add(name)
         before = set(graph.nodes[name].after)
         for slot in graph.slots[name]:
             before |= {p.node for v in slot.reads if (p := graph.get_producer(v)) is not None}
-        names |= before - expected
-    assert {name for name, state in execution.nodes.items() if state.has_ended} == expected
+        names |= before - found
+    return found
+
+
+@settings(max_examples=200)
+@given(plans(), st.data())
+def test_appended_nodes_run_once_a_demanded_variable_needs_them(
+    plan: Plan, data: st.DataObject
+) -> None:
+    names = (*plan.inputs, *plan.written)
+    execution = execute([], variables=names, is_open=True, start="demand")
+    reported = set(execution.start())
+    for name in plan.inputs:
+        reported.update(execution.commit(name, 0))
+    waiting = data.draw(st.permutations(list(plan.nodes.values())))
+    while waiting:
+        known = execution.nodes.keys()
+        node = next(each for each in waiting if set(each.get("after", ())) <= known)
+        waiting.remove(node)
+        ready = execution.append(msgspec.convert({"nodes": [node]}, Append))[1]
+        for name in data.draw(st.lists(st.sampled_from(names), max_size=1)):
+            ready += execution.demand(name)
+        assert reported.isdisjoint(ready)
+        reported.update(ready)
+        demanded = ancestors(execution.graph, execution.demanded)
+        assert execution.readiness.demanded_nodes == demanded
+        assert reported == {
+            Ready(node_id, 0)
+            for node_id in demanded
+            if all(map(execution.is_resolved, execution.graph.slots[node_id][0].reads))
+            and not execution.graph.nodes[node_id].after
+        }
+
+
+def test_demand_in_a_session_visits_only_new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = execute([], is_open=True, start="demand")
+    execution.start()
+    visited: list[str] = []
+    body_of, report = Graph.body_of, SlotReadiness._report
+
+    def visit(graph: Graph, node_id: str) -> BodyRef | None:
+        visited.append(node_id)
+        return body_of(graph, node_id)
+
+    def consider(readiness: SlotReadiness, key: tuple[str, int]) -> bool:
+        visited.append(key[0])
+        return report(readiness, key)
+
+    monkeypatch.setattr(Graph, "body_of", visit)
+    monkeypatch.setattr(SlotReadiness, "_report", consider)
+    for number in range(50):
+        visited.clear()
+        reads = [var(f"n{number - 1}")] if number else []
+        node = expr(f"n{number}", reads)
+        assert execution.append(msgspec.convert({"nodes": [node]}, Append))[1] == []
+        assert execution.demand(f"n{number}") == [(f"n{number}", 0)]
+        finish(execution, f"n{number}")
+        assert set(visited) == {f"n{number}"}
