@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .program.ir import Deadline, GenerateNode
+from .program.ir import GenerateNode
 from .program.status import Receipt
 from .runtime.calls.pins import PinTotals
 from .runtime.program_state import ProgramState
@@ -131,9 +131,8 @@ class ServerMetrics:
             self._output_tokens.labels(kind).inc(number)
         self._round_trips.inc(receipt.round_trips_saved)
         self._block_seconds.inc(receipt.kv_block_seconds)
-        for name, objective in program_state.graph.objectives.items():
-            if isinstance(objective, Deadline):
-                self._deadlines.labels(_deadline_result(program_state, name)).inc()
+        for name in program_state.graph.deadlines:
+            self._deadlines.labels(_deadline_result(program_state, name)).inc()
         queued_s, prefill_s, decode_s = map(self._call_s.labels, ("queued", "prefill", "decode"))
         for state in program_state.nodes.values():
             if isinstance(state.node, GenerateNode) and state.usage.has_begun:

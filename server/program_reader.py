@@ -79,6 +79,8 @@ class ProgramReader:
                 raise NotFoundError("variable.not_found", message)
             return status
         run.state.check_variable(variable)
+        if objective is None and wait_s > 0 and variable not in run.state.graph.objectives:
+            objective = "latency"  # this client waits for it
         run.demand(variable, objective)
         if wait_s > 0:
             await run.outbox.wait_for(variable, wait_s)

@@ -465,7 +465,8 @@ class Service(ServiceLifecycle, ModelService, Protocol):
 
         A variable that failed, was killed or was skipped is returned with its `error`, an open one
         with its current status. An `objective` (latency, throughput, ttft, tpot) upgrades the
-        objective of the variable's producers.
+        objective of the variable's producers. A wait without one counts as `latency` if the
+        variable has no objective: it is not an output, and no other client waits for it.
 
         Raises:
             NotFoundError: if the program or the variable does not exist.

@@ -174,8 +174,9 @@ class ProgramRun:
         if self.is_over:
             return
         self._timers.renew_leases()
-        if objective is not None and self.state.graph.tighten_objective(variable, objective):
-            self._calls.recompute_priorities()
+        graph, is_open = self.state.graph, not self.state.is_resolved(variable)
+        if objective is not None and is_open and graph.tighten_objective(variable, objective):
+            self._calls.objective_tightened(variable)
             self._timers.start_objectives()
         self.context.advance(self.state.demand(variable))
 

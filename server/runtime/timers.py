@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..program.errors import ConureError, RunError
 from ..program.graph.graph import bodies_around
-from ..program.ir import CallNode, ClientNode, Deadline, GraphNode, WaitNode
+from ..program.ir import CallNode, ClientNode, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
@@ -104,11 +104,9 @@ class Timers:
     def start_objectives(self) -> None:
         """Start a timer for the deadline of each output; safe to repeat after changes."""
         loop = asyncio.get_running_loop()
-        for output, objective in self._state.graph.objectives.items():
-            if not isinstance(objective, Deadline) or output in self._state.missed_deadlines:
-                continue
-            deadline_s = objective.deadline_s
-            if self._deadlines.get(output) != deadline_s:
+        for output, deadline_s in self._state.graph.deadlines.items():
+            is_missed = output in self._state.missed_deadlines
+            if not is_missed and self._deadlines.get(output) != deadline_s:
                 self._deadlines[output] = deadline_s
                 key = f"deadline {output}"
                 self.cancel(key)

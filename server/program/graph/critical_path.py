@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..ir import Deadline, GenerateNode
+from ..ir import GenerateNode
 from ..nodes.base import OUTPUT, TemplateNode
 from ..nodes.bodies import count_calls
 from .graph import Graph, Slot
@@ -23,11 +23,6 @@ from .slot_graph import SlotGraph
 
 SlotSeconds = Callable[[Slot], float]
 """An estimate of a slot's duration once it runs."""
-
-
-def has_deadline(graph: Graph) -> bool:
-    """Return whether an output has a deadline."""
-    return any(isinstance(objective, Deadline) for objective in graph.objectives.values())
 
 
 def get_latest_starts(
@@ -47,7 +42,7 @@ def get_latest_starts(
     """
     if slot_graph is None:
         slot_graph = SlotGraph.of(graph)
-    deadlines = _deadlines(graph)
+    deadlines = graph.deadlines
     program_deadline = math.inf if deadline_s is None else deadline_s
     starts = [math.inf] * len(slot_graph.slots)
     for index in slot_graph.reverse_order:
@@ -123,12 +118,3 @@ def _num_calls(graph: Graph, slot: Slot) -> int:
         (body,) = node.bodies()
         return count_calls(body.nodes)
     return int(isinstance(node, GenerateNode))
-
-
-def _deadlines(graph: Graph) -> dict[str, float]:
-    """Return the deadlines of the outputs that have one."""
-    return {
-        name: objective.deadline_s
-        for name, objective in graph.objectives.items()
-        if isinstance(objective, Deadline)
-    }

@@ -81,8 +81,12 @@ class GraphExtension:
         inputs: Mapping[str, Json],
         outputs: Sequence[str],
         objectives: Mapping[str, Objective],
+        *,
+        is_append: bool = False,
     ) -> None:
-        """Add and check submitted or appended nodes.
+        """Add and check submitted nodes, or appended ones.
+
+        The objectives of an append may name any variables that its clients wait for.
 
         Raises:
             ProgramError: with the path of the first error.
@@ -94,7 +98,8 @@ class GraphExtension:
         self._add_nodes(list(flatten(nodes, f"{self._prefix}nodes")))
         self._check_nodes()
         self._add_inputs(inputs)
-        self._add_outputs(outputs, objectives)
+        self._add_outputs(outputs)
+        self._add_objectives(objectives, is_append=is_append)
         self._connect(MAX_EDGES)
         self.order = self._edges.sort(self._paths)
 
@@ -309,7 +314,7 @@ class GraphExtension:
             _check_value(name, variable, value, path)
         self.new.provided |= inputs.keys()
 
-    def _add_outputs(self, outputs: Sequence[str], objectives: Mapping[str, Objective]) -> None:
+    def _add_outputs(self, outputs: Sequence[str]) -> None:
         known = set(self._existing.outputs)
         for index, name in enumerate(outputs):
             if not self._names.can_read(name, None):
@@ -325,11 +330,16 @@ class GraphExtension:
             if name not in known:
                 known.add(name)
                 self.new.outputs.append(name)
+
+    def _add_objectives(self, objectives: Mapping[str, Objective], *, is_append: bool) -> None:
+        outputs = set(self.new.outputs)
+        kind = "a variable of the program" if is_append else "an output: add it to `outputs`"
         for name in objectives:
-            if name not in known:
+            is_known = self._names.can_read(name, None) if is_append else name in outputs
+            if not is_known:
                 raise ProgramError(
                     "program.objective",
-                    f"`{name}` has an objective but is not an output: add it to `outputs`",
+                    f"`{name}` has an objective but is not {kind}",
                     path=f"objectives.{name}",
                 )
         self.objectives |= objectives

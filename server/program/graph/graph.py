@@ -68,10 +68,13 @@ class Graph:
         self.provided_inputs = tables.provided
         """Inputs that have a value, so that no node can become their producer."""
         self.objectives: dict[str, Objective] = {}
-        """The objective of every output."""
+        """The objective of every output, and of other variables that a client waits for."""
+        self.deadlines: dict[str, float] = {}
+        """The deadlines among the objectives, in seconds after the submission."""
         self.definitions = VariableDefinitions()
         """The expressions of `expr` nodes, for symbolic prompts."""
-        self._outputs_with_objective: set[str] = set()
+        self._given_objectives: set[str] = set()
+        """Variables whose objective is not the default."""
         self._followers: dict[str, list[str]] = {}
         self._sorted: list[int] | None = []
         self.version = 0
@@ -248,16 +251,11 @@ class Graph:
         for variable, expression in node.definitions():
             self.definitions.add(variable, expression)
 
-    def tighten_objective(self, output: str, objective: Objective) -> bool:
-        """Apply a later objective of an output; return whether it is stricter than before.
-
-        The objective of a variable that is not an output is ignored.
-        """
-        before = self.objectives.get(output)
-        if before is None or objective == before:
-            return False
-        self._set_objectives((), {output: objective})
-        return self.objectives[output] != before
+    def tighten_objective(self, variable: str, objective: Objective) -> bool:
+        """Apply a later objective of a variable; return whether it is stricter than before."""
+        before = self.objectives.get(variable)
+        self._set_objectives((), {variable: objective})
+        return self.objectives[variable] != before
 
     def _commit(self, extension: GraphExtension) -> None:
         """Apply a checked extension; cannot fail."""
@@ -275,14 +273,18 @@ class Graph:
             self.add_definitions(node)
 
     def _set_objectives(self, outputs: Iterable[str], objectives: Mapping[str, Objective]) -> None:
-        """Set the default for new outputs; a later objective counts only if it is stricter."""
-        for output in outputs:
-            self.objectives[output] = "latency"
-        for output, objective in objectives.items():
-            is_first = output not in self._outputs_with_objective
-            if is_first or _strictness(objective) > _strictness(self.objectives[output]):
-                self.objectives[output] = objective
-            self._outputs_with_objective.add(output)
+        """Set objectives, and the default of new outputs.
+
+        A later objective counts only if it is stricter. The default counts as no objective.
+        """
+        defaults: dict[str, Objective] = dict.fromkeys(outputs, "latency")
+        for name, objective in (defaults | dict(objectives)).items():
+            is_first = name not in self._given_objectives
+            if is_first or _strictness(objective) > _strictness(self.objectives[name]):
+                self.objectives[name] = objective
+                if isinstance(objective, Deadline):
+                    self.deadlines[name] = objective.deadline_s
+        self._given_objectives |= objectives.keys()
 
 
 def _slots_of(tables: GraphTables, numbers: Iterable[int]) -> tuple[Slot, ...]:
@@ -334,5 +336,12 @@ def check_append(graph: Graph, append: Append) -> CheckedAppend:
         )
     version = graph.version
     extension = GraphExtension(graph._tables, prefix="")
-    extension.add(append.variables, append.nodes, append.inputs, append.outputs, append.objectives)
+    extension.add(
+        append.variables,
+        append.nodes,
+        append.inputs,
+        append.outputs,
+        append.objectives,
+        is_append=True,
+    )
     return CheckedAppend(extension, version)

@@ -8,6 +8,8 @@ The paper's rule applies to generate nodes. Paths pass through other nodes witho
                 longest path to a latency output. Calls of one stage with a common successor
                 in the next stage are a task group: only the end of the last one matters
 
+A variable that a client waits for counts as an output.
+
 A call with several objectives follows the strictest: latency alone, then latency in a group, then
 throughput. `deadline_s`, `ttft` and `tpot` count as `latency`.
 
@@ -43,11 +45,11 @@ def get_perf_objective(
     """
     if slot_graph is None:
         slot_graph = SlotGraph.of(graph)
-    latency_outputs = {
-        name for name, objective in graph.objectives.items() if objective != "throughput"
-    }
+    names = {name for slot in slot_graph.slots for name in slot.writes}
+    outputs = {name for name in names if name in graph.objectives}
+    latency_outputs = {name for name in outputs if graph.objectives[name] != "throughput"}
     stages = _distances(slot_graph, latency_outputs)
-    depths = _distances(slot_graph, set(graph.outputs))
+    depths = _distances(slot_graph, outputs)
     groups = _group(slot_graph, stages, _find_direct(slot_graph, latency_outputs))
     by_node: dict[str, PerformanceObjective] = {}
     for number, slot in enumerate(slot_graph.slots):
@@ -56,12 +58,12 @@ def get_perf_objective(
         kind: Literal["latency", "throughput"] = "throughput" if stages[number] < 0 else "latency"
         here = PerformanceObjective(kind, groups.get(number), max(depths[number], 0))
         other = by_node.get(slot.node)
-        by_node[slot.node] = here if other is None else _stricter(here, other)
+        by_node[slot.node] = here if other is None else stricter(here, other)
     return by_node
 
 
-def _stricter(one: PerformanceObjective, other: PerformanceObjective) -> PerformanceObjective:
-    """Combine two slots of a node: the stricter objective, the longer path."""
+def stricter(one: PerformanceObjective, other: PerformanceObjective) -> PerformanceObjective:
+    """Return the stricter objective of two, with the longer path."""
     ranked = sorted((one, other), key=lambda p: (p.kind == "latency", p.group is None))
     return ranked[-1]._replace(depth=max(one.depth, other.depth))
 

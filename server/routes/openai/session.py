@@ -24,6 +24,7 @@ from ...program.ir import (
     ExprNode,
     GenerateNode,
     Message,
+    Objective,
     Output,
     Segment,
     Variable,
@@ -107,7 +108,9 @@ def _lower(
         output = _variable(binding.write, session)
         appended.append(ExprNode(id=f"w_{suffix}", expr=content, output=output))
     variables = {name: Variable() for name in reads.values()}
-    return Append(variables=variables, nodes=appended), calls
+    # The client waits for the answers. They are no outputs, because they matter to no other client.
+    objectives: dict[str, Objective] = {call.variable: "latency" for call in calls}
+    return Append(variables=variables, nodes=appended, objectives=objectives), calls
 
 
 def _variable(given: str, session: str | None) -> str:

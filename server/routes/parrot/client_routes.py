@@ -95,7 +95,7 @@ class VariableContent(VariableRequest, frozen=True, kw_only=True):
 class ContentRequest(VariableRequest, frozen=True, kw_only=True):
     """The body of `GET /v1/semantic_var/{var_id}`."""
 
-    criteria: str = "throughput"
+    criteria: str = "latency"
     """`latency`, `throughput`, `ttft` or `tpot`, in upper or lower case."""
 
 

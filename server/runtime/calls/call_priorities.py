@@ -7,10 +7,11 @@ of a large program are computed in a thread before it starts (`priority_table.fi
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 from ...program.graph.graph import Slot, bodies_around
-from ...program.graph.objectives import PerformanceObjective
+from ...program.graph.objectives import PerformanceObjective, stricter
 from ...program.ir import GenerateNode, MapNode
 from ...scheduling.policy import Rank
 from ...scheduling.request import PriorityInputs
@@ -105,6 +106,57 @@ class CallPriorities:
             self.recompute()
             return True
         return False
+
+    def tighten(self, variable: str) -> list[str]:
+        """Update the priorities after the objective of a variable became stricter.
+
+        In a large graph, only nodes that the variable depends on are computed, and no other nodes.
+
+        Returns: the nodes whose priorities may have changed.
+        """
+        if len(self.live_nodes) <= MAX_NODES_RECOMPUTED:
+            self.recompute()
+            return list(self.live_nodes)
+        if self.update():
+            return list(self.live_nodes)
+        nodes = self._nodes_before(variable)
+        performance, latest_starts = self._tables.compute_performance(nodes)
+        for node_id, found in performance.items():
+            known = self._performance.get(node_id, found)
+            self._performance[node_id] = stricter(found, known)
+        for node_id, start in latest_starts.items():
+            self._latest_starts[node_id] = min(start, self._latest_starts.get(node_id, start))
+        return nodes
+
+    def _nodes_before(self, variable: str) -> list[str]:
+        """Return the live nodes that a variable depends on, at most `MAX_NODES_AT_ONCE`.
+
+        The nearest are first. Nodes before a call that a reader waits for already are left out,
+        because they have its objective.
+        """
+        graph = self._state.graph
+        has_deadline = variable in graph.deadlines
+        producer = graph.get_producer(variable)
+        waiting = deque(() if producer is None else (producer,))
+        seen: set[tuple[str, int]] = set()
+        nodes: dict[str, None] = {}
+        while waiting and len(nodes) < MAX_NODES_AT_ONCE:
+            slot = waiting.popleft()
+            key = (slot.node, slot.index)
+            if key in seen or slot.node not in self.live_nodes:
+                continue
+            seen.add(key)
+            if not has_deadline and self._is_waited_for(slot.node):
+                continue
+            nodes[slot.node] = None
+            waiting += graph.predecessors(slot)
+        return list(nodes)
+
+    def _is_waited_for(self, node_id: str) -> bool:
+        """Return whether a reader waits for the only output of a call."""
+        known = self._performance.get(node_id)
+        is_alone = known is not None and known.kind == "latency" and known.group is None
+        return is_alone and len(self._state.graph.slots[node_id]) == 1
 
     def performance(self, node_id: str) -> PerformanceObjective:
         """Return the performance objective of a call. All calls of a map form one task group."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ...program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
+from ...program.graph.critical_path import get_latest_starts, get_remaining
 from ...program.graph.graph import Slot
 from ...program.graph.objectives import PerformanceObjective, get_perf_objective
 from ...program.graph.slot_graph import SlotGraph
@@ -117,7 +117,7 @@ class PriorityTables:
 
     def _latest_starts(self, slot_graph: SlotGraph) -> dict[str, float]:
         graph, deadline_s = self._state.graph, self._state.options.deadline_s
-        if deadline_s is None and not has_deadline(graph):
+        if deadline_s is None and not graph.deadlines:
             return {}
         return get_latest_starts(
             graph, self.estimate_s, deadline_s=deadline_s, slot_graph=slot_graph

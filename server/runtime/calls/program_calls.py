@@ -146,15 +146,16 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             return tuple(dict.fromkeys([*inner[:-1][-MAX_READS:], *hashes[:-1]]))
         return hashes[: _num_shareable(node, hashes)]
 
-    def recompute_priorities(self) -> None:
-        """Compute the priorities of all calls again, including queued and running calls."""
-        self.priorities.recompute()
-        self._rerank_all()
+    def objective_tightened(self, variable: str) -> None:
+        """Update the priorities of calls, also queued and running ones, that a variable needs."""
+        self._rerank(self.priorities.tighten(variable))
 
-    def _rerank_all(self) -> None:
-        for node_id, call in self._calls.items():
-            rank = self.priorities.rank(call.node, call.ready_at_s)
-            call.rerank(rank, self.priorities.performance(node_id))
+    def _rerank(self, nodes: Sequence[str]) -> None:
+        for node_id in nodes:
+            call = self._calls.get(node_id)
+            if call is not None:
+                rank = self.priorities.rank(call.node, call.ready_at_s)
+                call.rerank(rank, self.priorities.performance(node_id))
 
     # --- one call -------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
     def _create(self, node: GenerateNode) -> LLMCall:
         node_state = self.state.nodes[node.id]
         if self.priorities.update():
-            self._rerank_all()
+            self._rerank(list(self._calls))
         ready_at_s = time.monotonic()
         known = self._prefixes.get(node.id)
         hashes = () if known is None else known.hashes

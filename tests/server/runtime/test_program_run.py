@@ -15,6 +15,7 @@ from conure.server.program.errors import ConflictError, NotFoundError, ProgramEr
 from conure.server.program.graph import objectives
 from conure.server.program.graph.graph import Graph
 from conure.server.program.graph.slot_graph import SlotGraph
+from conure.server.program.ir import Deadline
 from conure.server.program.status import Problem
 from conure.server.runtime import timers
 from conure.server.runtime.calls import call_priorities, priority_table
@@ -202,6 +203,78 @@ async def test_later_objective_reranks_queued_and_running_calls(tmp_path: Path) 
         ]
         assert finished.index("c8") <= 3
         assert finished.index("c13") < finished.index("c9") < finished.index("c12")
+
+
+def kinds_of(program: Program) -> dict[str, str]:
+    """Return the performance objective of each call by which calls are ranked."""
+    priorities = run_of(program)._calls.priorities
+    nodes = run_of(program).state.graph.nodes
+    return {name: priorities.performance(name).kind for name in nodes}
+
+
+async def test_get_in_a_session_ranks_the_calls_that_its_variable_needs(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([], variables={"x": {}}, open=True)
+        calls = [
+            generate("a", insert("x")),
+            generate("b", insert("a")),
+            generate("c", insert("b")),
+            generate("d", insert("x")),
+        ]
+        await program.append(nodes=calls)
+        get = harness.executor.get
+        await get(program.id, "b", tenant=TENANT, wait_s=0, objective="throughput")
+        await get(program.id, "d", tenant=TENANT, wait_s=0)
+        assert set(kinds_of(program).values()) == {"throughput"}, "no client waits"
+        await get(program.id, "b", tenant=TENANT, wait_s=0, objective="latency")
+        expected = {"a": "latency", "b": "latency", "c": "throughput", "d": "throughput"}
+        assert kinds_of(program) == expected
+        waiting = asyncio.create_task(program.value("d"))
+        await asyncio.sleep(0)
+        assert kinds_of(program) == expected | {"d": "latency"}
+        await program.put("x", "X")
+        await waiting
+        await get(program.id, "d", tenant=TENANT, wait_s=0, objective=Deadline(5))
+        assert run_of(program).state.graph.objectives["d"] == "latency", "its value exists"
+        await program.cancel()
+
+
+async def test_gets_in_a_large_session_rank_only_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed: list[int] = []
+
+    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
+        weighed.append(len(live.slots))
+        return objectives.get_perf_objective(graph, live)
+
+    monkeypatch.setattr(priority_table, "get_perf_objective", count)
+    async with server_harness(tmp_path) as harness:
+        chain = [generate("n0", insert("x"))]
+        chain += [generate(f"n{i}", insert(f"n{i - 1}")) for i in range(1, 100)]
+        two = [{"output": "first"}, insert("n99"), {"output": "second"}]
+        nodes = [
+            *chain,
+            {"id": "two", "op": "generate", "prompt": [insert("x"), *two]},
+            *(generate(f"aside{i}", insert("x")) for i in range(100)),
+        ]
+        program = await harness.submit([], variables={"x": {}}, open=True)
+        await program.append(nodes=nodes)
+        graph = run_of(program).state.graph
+        for name in ("n3", "first", "second", "n98", "aside7"):
+            weighed.clear()
+            await harness.executor.get(
+                program.id, name, tenant=TENANT, wait_s=0, objective="latency"
+            )
+            found = objectives.get_perf_objective(graph)
+            assert kinds_of(program) == {name: each.kind for name, each in found.items()}
+        for i in range(100):
+            weighed.clear()
+            await harness.executor.get(
+                program.id, f"n{i}", tenant=TENANT, wait_s=0, objective="latency"
+            )
+            assert sum(weighed) == 0, "a reader of a later call waits for it already"
+        await program.cancel()
 
 
 async def test_very_large_program_ranks_each_node_once_while_it_grows(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from conure.server.program.ir import Deadline
 from conure.server.program.status import Problem
 from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.timers import LEASE_S, Timers
@@ -127,8 +126,7 @@ def test_an_attached_program_needs_a_reader(loop: SimulatedLoop) -> None:
 
 def test_each_deadline_of_an_output_expires_once(loop: SimulatedLoop) -> None:
     program = IdleProgram()
-    objectives = program.state.graph.objectives
-    objectives |= {"soon": Deadline(5), "later": Deadline(50), "none": "latency"}
+    program.state.graph.deadlines |= {"soon": 5, "later": 50}
     for _ in range(3):
         program.timers.start_objectives()
     loop.advance(6)

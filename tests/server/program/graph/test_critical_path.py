@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from conure.server.program.graph.critical_path import (
     get_latest_starts,
     get_remaining,
-    has_deadline,
     longest_chain,
 )
 from conure.server.program.graph.graph import Graph, Slot
@@ -77,8 +76,8 @@ def test_a_program_deadline_applies_to_all_calls() -> None:
 def test_without_deadline_there_are_no_latest_starts() -> None:
     graph = diamond(d="latency", b="throughput")
     assert starts(graph) == {}
-    assert not has_deadline(graph)
-    assert has_deadline(diamond(d=20.0))
+    assert not graph.deadlines
+    assert diamond(d=20.0).deadlines == {"d": 20.0}
 
 
 def test_an_impossible_deadline_gives_negative_starts() -> None:

@@ -347,6 +347,35 @@ def test_only_a_stricter_objective_replaces_an_earlier_one() -> None:
     assert graph.objectives == {"v_a": Deadline(5)}
 
 
+def test_a_variable_that_is_no_output_can_have_an_objective() -> None:
+    graph = build(expr("a"), expr("b"), open=True, variables={"late": {}})
+    for name in ("v_a", "late"):
+        assert graph.tighten_objective(name, "throughput")
+        assert graph.tighten_objective(name, "latency")
+        assert not graph.tighten_objective(name, "throughput")
+    assert graph.tighten_objective("v_b", Deadline(5))
+    append(graph, outputs=["v_a", "v_b"], objectives={"v_a": "throughput"})
+    assert graph.objectives == {"v_a": "latency", "late": "latency", "v_b": Deadline(5)}
+    assert graph.deadlines == {"v_b": 5}
+
+
+def test_an_append_has_objectives_for_any_variable() -> None:
+    graph = build(expr("a"), open=True)
+    append(graph, expr("b"), objectives={"v_a": "latency", "v_b": "latency"})
+    assert graph.objectives == {"v_a": "latency", "v_b": "latency"}
+    assert graph.outputs == []
+    with pytest.raises(ProgramError) as caught:
+        append(graph, objectives={"v_c": "latency"})
+    assert (caught.value.code, caught.value.path) == ("program.objective", "objectives.v_c")
+
+
+def test_an_output_has_at_least_the_default_objective() -> None:
+    graph = build(expr("a"), open=True)
+    graph.tighten_objective("v_a", "throughput")
+    append(graph, outputs=["v_a"])
+    assert graph.objectives == {"v_a": "latency"}
+
+
 def test_only_the_first_slot_reads_when() -> None:
     graph = build(
         prompt("t", {"output": "x"}, {"output": "y"}, when={"eq": [{"var": "c"}, 1]}),

@@ -224,6 +224,17 @@ def test_a_later_output_tightens_earlier_calls() -> None:
     }
 
 
+def test_a_variable_that_a_client_waits_for_counts_as_an_output() -> None:
+    graph = graph_of([call("a"), call("b", "a"), call("c", "b")])
+    assert {p.kind for p in get_perf_objective(graph).values()} == {"throughput"}
+    graph.tighten_objective("b", "latency")
+    assert get_perf_objective(graph) == {
+        "a": PerformanceObjective("latency", None, 1),
+        "b": PerformanceObjective("latency", None, 0),
+        "c": PerformanceObjective("throughput", None, 0),
+    }
+
+
 def test_a_group_counts_as_one_consumer() -> None:
     nodes = [
         *(call(f"p{i}") for i in range(2)),

@@ -267,6 +267,17 @@ async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
             await ask("Again", write="ad")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reader_waits_for_the_calls_of_a_session(tmp_path: Path, stream: bool) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake"))
+    async with in_process(app) as client:
+        body = {"model": "fake", "messages": HI, "conure": {"session": "shop"}, "n": 2}
+        await client.post("/v1/chat/completions", json={**body, "stream": stream})
+        [run] = app.state.service.programs
+        graph = run.state.graph
+    assert graph.objectives == dict.fromkeys(graph.variables, "latency")
+
+
 async def test_a_session_call_reads_a_variable_with_a_type(tmp_path: Path) -> None:
     async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
         program = {"variables": {"doc": {"type": "string"}}}
