@@ -117,6 +117,8 @@ class ProgramState:
         if self.readiness.demanded_nodes is None:
             ready += self.readiness.report(added)
         else:
+            for variable in append.objectives:  # its client waits for them
+                ready += self.demand(variable)
             # A demanded variable may now have a producer, also an indirect one.
             ready += self.readiness.demand_added(added, self.demanded)
         return added, ready

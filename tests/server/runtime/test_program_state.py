@@ -421,6 +421,17 @@ def test_appended_nodes_run_once_a_demanded_variable_needs_them(
         }
 
 
+def test_an_objective_of_an_append_demands_its_variable() -> None:
+    execution = execute([], is_open=True, start="demand")
+    execution.start()
+    first = msgspec.convert({"nodes": [expr("a", []), expr("b", [])]}, Append)
+    assert execution.append(first)[1] == []
+    second = {"nodes": [expr("c", [var("a")]), expr("d", [])], "objectives": {"c": "latency"}}
+    assert execution.append(msgspec.convert(second, Append))[1] == [("a", 0)]
+    third = msgspec.convert({"objectives": {"b": "latency"}}, Append)
+    assert execution.append(third)[1] == [("b", 0)]
+
+
 def test_demand_in_a_session_visits_only_new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     execution = execute([], is_open=True, start="demand")
     execution.start()
