@@ -6,6 +6,8 @@ Out of scope: templates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..program.ir import Json
@@ -67,15 +69,9 @@ def build_rendered_chat(
         num_segments: number of content segments of the chat.
     """
     joined: list[PromptPiece] = []
-    length = 0
-    for piece in pieces:
-        if not piece.text:
-            continue
-        length += len(piece.text)
-        if joined and joined[-1].special == piece.special:
-            joined[-1] = PromptPiece(joined[-1].text + piece.text, piece.special)
-        else:
-            joined.append(piece)
+    for special, run in groupby((piece for piece in pieces if piece.text), attrgetter("special")):
+        joined.append(PromptPiece("".join([piece.text for piece in run]), special))
+    length = sum([len(piece.text) for piece in joined])
     offsets: list[int] = []
     before = 0
     for segment in range(num_segments):
