@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from ..content import Json
 from ..graph.graph import Graph
 from ..graph.objectives import PerformanceObjective, get_perf_objective
 from ..ir import Deadline, Objective, Submission
@@ -66,7 +65,7 @@ def explain(submission: Submission, graph: Graph, model: ModelLimits) -> Program
         edges=_edges(graph),
         groups=groups,
         shared=shared_spans(prompts.values()),
-        worst_case=_worst_case(program.nodes, known, prompts, model),
+        worst_case=_worst_case(program.nodes, runs, prompts, model),
         advice=advise(graph, program.nodes, list(prompts.values())),
     )
 
@@ -181,7 +180,7 @@ def _edges(graph: Graph) -> list[Edge]:
 
 def _worst_case(
     nodes: Sequence[Node],
-    constants: Mapping[str, Json],
+    runs: Repetition,
     prompts: Mapping[str, CallPrompt],
     model: ModelLimits,
 ) -> WorstCase:
@@ -197,9 +196,11 @@ def _worst_case(
         num_outputs = len(prompt.node.make_slots())
         prompt_cost[node_id] = min(known.tokens + values, model.max_len) * num_outputs
     return WorstCase(
-        calls=largest(nodes, constants, dict.fromkeys(prompts, 1)),
+        calls=largest(nodes, runs.rounds, dict.fromkeys(prompts, 1)),
         output_tokens=largest(
-            nodes, constants, {key: _max_output(each.node, model) for key, each in prompts.items()}
+            nodes,
+            runs.rounds,
+            {key: _max_output(each.node, model) for key, each in prompts.items()},
         ),
-        prompt_tokens=largest(nodes, constants, prompt_cost),
+        prompt_tokens=largest(nodes, runs.rounds, prompt_cost),
     )

@@ -17,7 +17,7 @@ from ..nodes import ExprNode, GenerateNode, IfNode, LoopNode, MapNode, Node, Try
 from ..nodes.bodies import walk
 
 MAX_STEPS: Final = 100_000
-"""Steps of all expressions that are evaluated to find constant lists and counts."""
+"""Steps of all `expr` nodes that are evaluated to find constants, and of all lists and counts."""
 
 
 def known_values(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> dict[str, Json]:
@@ -26,7 +26,7 @@ def known_values(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> dict[str,
     budget = WorkBudget(MAX_STEPS)
     for node in nodes:
         if isinstance(node, ExprNode):
-            value = _known(node.expr, known, is_reference=False, budget=budget)
+            value = _known(node.expr, known, budget, is_reference=False)
             if value is not None:
                 known[node.output] = value
     return known
@@ -39,22 +39,20 @@ class Repetition(NamedTuple):
     """By node."""
     varying: dict[str, frozenset[str]]
     """Node to the names around it whose values change from one run of it to the next."""
+    rounds: dict[str, int]
+    """Node to how often its bodies run in one run of it; of a `try`, the first of them."""
 
 
 def repetitions(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> Repetition:
     """Return how often each node runs at most, `if` bodies counted both."""
-    found = Repetition({}, {})
-    _visit(nodes, inputs, 1, frozenset(), found)
+    budget = WorkBudget(MAX_STEPS)
+    rounds = {node.id: _num_rounds(node, inputs, budget) for _, node in walk(nodes, "")}
+    found = Repetition({}, {}, rounds)
+    _visit(nodes, 1, frozenset(), found)
     return found
 
 
-def _visit(
-    nodes: Iterable[Node],
-    inputs: Mapping[str, Json],
-    times: int,
-    varying: frozenset[str],
-    found: Repetition,
-) -> None:
+def _visit(nodes: Iterable[Node], times: int, varying: frozenset[str], found: Repetition) -> None:
     for node in nodes:
         is_try = isinstance(node, TryNode)
         here = times if is_try else times * (1 + node.retries)
@@ -67,22 +65,20 @@ def _visit(
                     name for _, each in walk(body.nodes, "") for name in each.defined_variables()
                 }
                 names = names | body.binds | written
-        runs = num_runs(node, inputs)
         for index, body in enumerate(node.bodies()):
-            is_handler = is_try and index > 0
-            _visit(body.nodes, inputs, here * (1 if is_handler else runs), names, found)
+            rounds = 1 if is_try and index > 0 else found.rounds[node.id]
+            _visit(body.nodes, here * rounds, names, found)
 
 
-def num_runs(node: Node, inputs: Mapping[str, Json]) -> int:
-    """Return how often the bodies of a node run at most; of a `try`, the first of them."""
+def _num_rounds(node: Node, inputs: Mapping[str, Json], budget: WorkBudget) -> int:
     match node:
         case MapNode():
-            known = _known(node.items, inputs, is_reference=True)
-            return min(len(known), node.max_width) if isinstance(known, list) else node.max_width
+            items = _known(node.items, inputs, budget, is_reference=True)
+            return min(len(items), node.max_width) if isinstance(items, list) else node.max_width
         case LoopNode():
-            known = _known(node.items, inputs, is_reference=True)
-            count = _known(node.count, inputs, is_reference=False)
-            rounds = len(known) if isinstance(known, list) else count
+            items = _known(node.items, inputs, budget, is_reference=True)
+            count = _known(node.count, inputs, budget, is_reference=False)
+            rounds = len(items) if isinstance(items, list) else count
             is_number = isinstance(rounds, int) and not isinstance(rounds, bool)
             return min(max(rounds, 0), node.max_iter) if is_number else node.max_iter
         case TryNode():
@@ -94,11 +90,13 @@ def num_runs(node: Node, inputs: Mapping[str, Json]) -> int:
 def _known(
     expression: Json,
     inputs: Mapping[str, Json],
+    budget: WorkBudget,
     *,
     is_reference: bool,
-    budget: WorkBudget | None = None,
 ) -> Json:
     """Return the value of an expression over the inputs; None if it is not known."""
+    if is_reference and isinstance(expression, str):
+        return inputs.get(expression)
     reads = input_expression(expression) if is_reference else expression
     try:
         if not variables(reads) <= inputs.keys():
@@ -108,23 +106,23 @@ def _known(
         return None
 
 
-def largest(nodes: Sequence[Node], inputs: Mapping[str, Json], cost: Mapping[str, int]) -> int:
+def largest(nodes: Sequence[Node], rounds: Mapping[str, int], cost: Mapping[str, int]) -> int:
     """Return the largest total cost of the calls of a program.
 
     Args:
         nodes: the nodes.
-        inputs: known values, of inputs and expressions.
+        rounds: how often the bodies of each node run in one run of it.
         cost: of one run of each generate node.
     """
     total = 0
     for node in nodes:
         own = cost.get(node.id, 0) if isinstance(node, GenerateNode) else 0
-        bodies = [largest(body.nodes, inputs, cost) for body in node.bodies()]
+        bodies = [largest(body.nodes, rounds, cost) for body in node.bodies()]
         if isinstance(node, IfNode):
             inner = max(bodies)
         elif isinstance(node, TryNode):
             inner = bodies[0] * (1 + node.retries) + max(bodies[1:], default=0)
         else:
-            inner = sum(bodies) * num_runs(node, inputs)
+            inner = sum(bodies) * rounds[node.id]
         total += own * (1 + node.retries) + inner
     return total

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from conure.server.program.explanation import prompts
+from conure.server.program.explanation import prompts, worst_case
 from conure.server.program.explanation.explain import ModelLimits, explain
 from conure.server.program.explanation.records import KnownTokens, ProgramExplanation
 from conure.server.program.explanation.rendering import to_mermaid, to_text
+from conure.server.program.expressions.budget import WorkBudget
+from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Submission
 
@@ -101,6 +103,31 @@ def test_the_worst_case_counts_repetitions(node: dict[str, Any], calls: int) -> 
     body = [generate("n", "x")]
     worst = explained([{"id": "c", "body": body, **node}], []).worst_case
     assert (worst.calls, worst.output_tokens) == (calls, calls * 10)
+
+
+def test_lists_are_evaluated_once_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Any] = []
+    steps = 0
+
+    def counted(expr: Any, scope: Any, *, budget: WorkBudget) -> Any:
+        nonlocal steps
+        evaluated.append(expr)
+        before = budget.left
+        try:
+            return evaluate(expr, scope, budget=budget)
+        finally:
+            steps += before - budget.left
+
+    monkeypatch.setattr(worst_case, "evaluate", counted)
+    maps = [
+        {"id": f"m{number}", "op": "map", "items": {"range": [9_000]}, "as": "i", "body": [call]}
+        for number in range(20)
+        for call in [generate(f"n{number}", "x")]
+    ]
+    calls = explained(maps, []).worst_case.calls
+    assert evaluated == [{"range": [9_000]}] * 20
+    assert steps <= worst_case.MAX_STEPS
+    assert 20 * 9_000 < calls < 20 * 10_000  # the last lists are unknown, and count as the widest
 
 
 def test_a_retry_of_a_try_repeats_its_body_and_not_its_handlers() -> None:
