@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from .content import Expression, Json, Message, Output, OutputForm, Segment
+from .content import Expression, Json, Message, Output, OutputForm, Segment, encoded_size
 from .decoding.typed_json import convert_record
 from .errors import ExpressionError
 from .expressions.evaluate import evaluate, input_expression, variables
@@ -50,7 +50,7 @@ from .nodes import GenerateNode
 
 HASH_SIZE = 16
 MAX_SPLICES = 10_000
-"""Messages that the splices of one call are expanded to. The rest stay splices."""
+"""Messages that all splices of one call together are expanded to. The rest stay splices."""
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
@@ -112,16 +112,7 @@ def chat_messages(
 
     Without definitions, entry i belongs to `node.messages[i]`.
     """
-    assert node.messages is not UNSET, "a prompt has no messages"
-    messages: list[Message | SymbolicSplice] = []
-    for message in node.messages:
-        if message.splice is UNSET:
-            messages.append(message)
-            continue
-        for expression in _spliced(input_expression(message.splice), definitions):
-            literal = _literal_message(expression)
-            messages.append(literal or SymbolicSplice(len(messages), expression))
-    return tuple(messages)
+    return tuple([each for part in _parts(node, definitions) for each in part])
 
 
 def chat_segments(
@@ -146,15 +137,18 @@ class PromptPrefixes(NamedTuple):
     """16 bytes each; equal hashes mean equal symbolic prefixes."""
     constants: tuple[bool, ...]
     """Whether the prefix consists of literal text only."""
+    inner: tuple[bytes, ...]
+    """The hashes with all boundaries inside splices, also where `hashes` has one per splice."""
 
 
 def prefixes(
     node: GenerateNode, definitions: VariableDefinitions | None = None, *, closed: bool = False
 ) -> PromptPrefixes:
     """Return the prefixes of a call."""
-    marks = _boundaries(node, definitions, closed)
+    every, with_closed = _walk(node, definitions)
+    marks = with_closed if closed else every
     constants = accumulate((mark.is_text for mark in marks), and_)
-    return PromptPrefixes(tuple([mark.digest for mark in marks]), tuple(constants))
+    return PromptPrefixes(_digests(marks), tuple(constants), _digests(every))
 
 
 def prefix_hash(
@@ -186,6 +180,10 @@ def boundary_pieces(
     )
 
 
+def _digests(marks: list[_Boundary]) -> tuple[bytes, ...]:
+    return tuple([mark.digest for mark in marks])
+
+
 def boundary_reads(
     node: GenerateNode, definitions: VariableDefinitions | None = None, *, closed: bool = False
 ) -> tuple[frozenset[str], ...]:
@@ -207,12 +205,14 @@ class _Boundary(NamedTuple):
 def _boundaries(
     node: GenerateNode, definitions: VariableDefinitions | None, closed: bool
 ) -> list[_Boundary]:
-    if node.prompt is not UNSET or not closed:
-        return _walk(node, definitions)
-    return _walk_closed(node, definitions)
+    every, with_closed = _walk(node, definitions)
+    return with_closed if closed else every
 
 
-def _walk(node: GenerateNode, definitions: VariableDefinitions | None) -> list[_Boundary]:
+def _walk(
+    node: GenerateNode, definitions: VariableDefinitions | None
+) -> tuple[list[_Boundary], list[_Boundary]]:
+    """Return the boundaries of a call, and those with one boundary for each splice."""
     hasher = _PrefixHasher(node)
     marks: list[_Boundary] = []
     if node.prompt is not UNSET:
@@ -222,32 +222,20 @@ def _walk(node: GenerateNode, definitions: VariableDefinitions | None) -> list[_
             else:
                 hasher.put_segment(segment, definitions)
             marks.append(hasher.mark())
-        return marks
-    for message in chat_messages(node, definitions):
-        marks += _walk_message(hasher, message, definitions)
-    marks.append(_walk_output(hasher, node))
-    return marks
-
-
-def _walk_closed(node: GenerateNode, definitions: VariableDefinitions | None) -> list[_Boundary]:
-    hasher = _PrefixHasher(node)
-    marks: list[_Boundary] = []
-    assert node.messages is not UNSET, "a prompt has no splices"
-    for message in node.messages:
+        return marks, marks
+    closed: list[_Boundary] = []
+    assert node.messages is not UNSET, "a call has a prompt or messages"
+    for message, part in zip(node.messages, _parts(node, definitions), strict=True):
+        inner = [mark for each in part for mark in _walk_message(hasher, each, definitions)]
+        marks += inner
         if message.splice is UNSET:
-            marks += _walk_message(hasher, message, definitions)
+            closed += inner
             continue
-        alone = msgspec.structs.replace(node, messages=[message])
-        inner = [
-            mark
-            for each in chat_messages(alone, definitions)
-            for mark in _walk_message(hasher, each, definitions)
-        ]
         symbols = tuple([symbol for mark in inner for symbol in mark.symbols])
         # A splice counts as a value even if its text is known.
-        marks.append(_Boundary(hasher.mark().digest, False, symbols))
-    marks.append(_walk_output(hasher, node))
-    return marks
+        closed.append(_Boundary(hasher.mark().digest, False, symbols))
+    output = _walk_output(hasher, node)
+    return [*marks, output], [*closed, output]
 
 
 def _walk_message(
@@ -376,29 +364,65 @@ def _contents(
         yield _segment_pieces(segment, definitions)
 
 
-def _spliced(expression: Expression, definitions: VariableDefinitions | None) -> list[Expression]:
-    """Return the parts of a spliced expression in order: operands of `concat`, elements."""
+def _parts(
+    node: GenerateNode, definitions: VariableDefinitions | None
+) -> Iterator[list[Message | SymbolicSplice]]:
+    """Iterate over what each message of a call is expanded to."""
+    assert node.messages is not UNSET, "a prompt has no messages"
+    num_messages = 0
+    splices_left = MAX_SPLICES
+    for message in node.messages:
+        if message.splice is UNSET:
+            part: list[Message | SymbolicSplice] = [message]
+        else:
+            spliced = _spliced(input_expression(message.splice), definitions, splices_left)
+            splices_left -= len(spliced)
+            part = [
+                _literal_message(each, definitions) or SymbolicSplice(index, each)
+                for index, each in enumerate(spliced, num_messages)
+            ]
+        num_messages += len(part)
+        yield part
+
+
+def _spliced(
+    expression: Expression, definitions: VariableDefinitions | None, most: int
+) -> list[Expression]:
+    """Return the parts of a spliced expression in order: operands of `concat`, elements.
+
+    A list that would give more than `most` parts in all, or exceed the steps of the graph, stays
+    one part.
+    """
     if definitions is None:
         return [expression]
+    budget = definitions.budget
     parts: list[Expression] = []
     # An explicit stack: histories are concatenated hundreds of times.
     stack = [expression]
-    while stack and len(parts) + len(stack) <= MAX_SPLICES:
+    while stack:
         part = stack.pop()
-        inner = list_items(part, definitions)
-        if inner is None:
-            parts.append(part)
-        else:
+        num_left = most - len(parts) - len(stack)
+        can_expand = num_left > 0 and budget.left > 0
+        inner = list_items(part, definitions) if can_expand else None
+        if inner is not None:
+            budget.left -= 1 + (len(inner) >> 2)
+        if inner is not None and len(inner) <= num_left:
             stack += reversed(inner)
-    return parts + stack[::-1]
+        else:
+            budget.left -= encoded_size(part) >> 8
+            parts.append(part)
+    return parts
 
 
-def _literal_message(expression: Expression) -> Message | None:
+def _literal_message(
+    expression: Expression, definitions: VariableDefinitions | None
+) -> Message | None:
     """Return the message that an expression without variables builds, if it is one."""
     if variables(expression):
         return None
+    budget = None if definitions is None else definitions.budget
     try:
-        value = evaluate(expression, {}, fuel=FOLDING_FUEL)
+        value = evaluate(expression, {}, fuel=FOLDING_FUEL, budget=budget)
     except ExpressionError:
         return None
     if not isinstance(value, dict) or not value.keys() <= _MESSAGE_FIELDS:

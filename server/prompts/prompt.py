@@ -30,6 +30,8 @@ _SPLICED_ROLES: Final = frozenset(
     {"assistant", "developer", "function", "ipython", "system", "tool", "user"}
 )
 """Roles of messages in values. In a program's own messages any word is allowed."""
+MAX_MESSAGES: Final = 100_000
+"""Messages of a chat with splices: a list may be spliced several times."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -107,8 +109,8 @@ def render_chat(
         budget: charged for expressions.
 
     Raises:
-        PromptError: `prompt.splice` if a spliced value is not a message; otherwise as
-            `ChatTemplate.render` and `render_slot`.
+        PromptError: `prompt.splice` if a spliced value is not a message; `prompt.too_long` if the
+            splices give too many messages; otherwise as `ChatTemplate.render` and `render_slot`.
         ExpressionError: if an expression fails on the values.
     """
     assert node.messages is not UNSET
@@ -119,7 +121,9 @@ def render_chat(
     for index, message in enumerate(node.messages):
         path = f"nodes.{node.id}.messages[{index}]"
         if message.splice is not UNSET:
-            spliced = _read_splice(_spliced_value(message.splice, values, budget), f"{path}.splice")
+            value = _spliced_value(message.splice, values, budget)
+            _check_count(len(messages) + (len(value) if isinstance(value, list) else 1), path)
+            spliced = _read_splice(value, f"{path}.splice")
             messages += spliced
             num_segments += sum(len(each.content) for each in spliced)
             last_segments.append(num_segments - 1)
@@ -194,6 +198,16 @@ def _spliced_value(
     if isinstance(splice, str):
         return values[splice]
     return evaluate(splice, values, budget=budget)
+
+
+def _check_count(num_messages: int, path: str) -> None:
+    if num_messages > MAX_MESSAGES:
+        raise PromptError(
+            "prompt.too_long",
+            f"More than {MAX_MESSAGES:,} messages in one prompt; splice a shorter list, or splice "
+            "it less often.",
+            path=path,
+        )
 
 
 def _read_splice(value: Json, path: str) -> list[TemplateMessage]:

@@ -26,7 +26,7 @@ from ...program.graph.graph import Slot
 from ...program.graph.instances import BodyInstance
 from ...program.graph.slot_graph import SlotGraph
 from ...program.ir import ClientNode, GenerateNode
-from ...program.prompt_prefix import PromptPrefixes, prefix_hash, prefixes
+from ...program.prompt_prefix import PromptPrefixes, prefixes
 from ...prompts.prompt import RenderedPrompt
 from ...prompts.tokenizer import EncodedText
 from ...store.journal import ValueRecord
@@ -68,6 +68,8 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         self._registry = PrefixRegistry()
         self._calls: dict[str, LLMCall] = {}
         self._prefixes: dict[str, PromptPrefixes] = {}
+        self._reads: dict[str, tuple[bytes, ...]] = {}
+        """By call: the hashes of the prefixes that may be retained when it starts."""
         self._announced: dict[str, tuple[str, ...]] = {}
         """By control node: calls that are not in the graph yet but count as pending readers."""
         self._next_use_timer: asyncio.TimerHandle | None = None
@@ -134,17 +136,10 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         self._announced[control] = tuple(call.id for call in calls)
 
     def _add_reader(self, node: GenerateNode) -> None:
-        known = self._prefixes[node.id] = prefixes(node, self.state.graph.definitions, closed=True)
-        self._registry.add_reader(node.id, self._readable_prefixes(node, known.hashes))
-
-    def _readable_prefixes(
-        self, node: GenerateNode, hashes: tuple[bytes, ...]
-    ) -> tuple[bytes, ...]:
-        """Return the hashes of the prefixes that may be retained when a call starts."""
-        if isinstance(node.messages, list) and any(m.splice for m in node.messages):
-            inner = prefix_hash(node, self.state.graph.definitions)
-            return tuple(dict.fromkeys([*inner[:-1][-MAX_READS:], *hashes[:-1]]))
-        return hashes[: _num_shareable(node, hashes)]
+        known = prefixes(node, self.state.graph.definitions, closed=True)
+        self._prefixes[node.id] = known._replace(inner=())  # a call may have 10,000
+        reads = self._reads[node.id] = _readable_prefixes(node, known)
+        self._registry.add_reader(node.id, reads)
 
     def objective_tightened(self, variable: str) -> None:
         """Update the priorities of calls, also queued and running ones, that a variable needs."""
@@ -216,7 +211,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             known = prefixes(node, self.state.graph.definitions, closed=True)
         plan = PromptPlan(
             hashes=hashes,
-            reads=self._readable_prefixes(node, hashes) if hashes else (),
+            reads=self._reads.get(node.id, ()),
             constants=known.constants,
             salt=self._salt,
             keeps_all=self.state.is_open or not self._prefixes,
@@ -342,6 +337,14 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         if node_state.phase != "running" or node_state.started_at is None:
             return total_s
         return max(total_s - (self._services.clock.now() - node_state.started_at), 0.0)
+
+
+def _readable_prefixes(node: GenerateNode, known: PromptPrefixes) -> tuple[bytes, ...]:
+    """Return the hashes of the prefixes that may be retained when a call starts."""
+    hashes = known.hashes
+    if isinstance(node.messages, list) and any(m.splice for m in node.messages):
+        return tuple(dict.fromkeys([*known.inner[:-1][-MAX_READS:], *hashes[:-1]]))
+    return hashes[: _num_shareable(node, hashes)]
 
 
 def _num_shareable(node: GenerateNode, hashes: tuple[bytes, ...]) -> int:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from conure.server.program.errors import ExpressionError
 from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.expressions.symbolic import (
+    FIRST_STEPS,
+    STEPS_PER_NODE,
     LiteralText,
     VariableDefinitions,
     VariableText,
@@ -306,12 +308,32 @@ def test_expansion_of_definitions_is_bounded(start: Any) -> None:
     definitions = defined(v0=start)
     for i in range(1, 2_000):
         definitions.add(f"v{i}", {"concat": [v(f"v{i - 1}")] * (2 if i < 60 else 1)})
+        definitions.budget.left += STEPS_PER_NODE
     for name in ("v1", "v59", "v1999"):
         assert 0 < len(expand(v(name), definitions)) <= 20_000
         assert 0 < len(chat_segments(chat({"splice": name}), definitions)) <= 20_000
     assert len(chat_segments(chat({"splice": "v10"}), definitions)) == (
         1_024 if isinstance(start, list) else 1
     )
+
+
+def test_all_splices_of_a_call_are_expanded_to_a_bounded_number_of_messages() -> None:
+    turn = {"role": "user", "content": "x"}
+    definitions = defined(h={"lit": [turn] * 3_000})
+    node = chat(*[{"splice": "h"}] * 50)
+    messages = chat_messages(node, definitions)
+    assert messages.count(Message(role="user", content="x")) == 9_000
+    assert len(messages) == 9_047
+    found = prefixes(node, defined(h={"lit": [turn] * 3_000}), closed=True)
+    assert (len(found.hashes), len(found.inner)) == (51, 9_048)
+
+
+def test_expansions_of_splices_take_steps_of_the_graph() -> None:
+    definitions = defined(h={"lit": [{"role": "user", "content": "x"}] * 3_000})
+    calls = [chat_messages(chat({"splice": "h"}), definitions) for _ in range(100)]
+    assert len(calls[0]) == 3_000
+    assert calls[-1] == (SymbolicSplice(0, v("h")),)
+    assert sum(map(len, calls)) <= FIRST_STEPS
 
 
 def test_hash_covers_given_ids_and_options_of_the_template() -> None:

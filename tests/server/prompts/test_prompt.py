@@ -12,6 +12,7 @@ from conure.engine.text.byte_tokenizer import CHAT_TEMPLATE, EOS_IDS, SPECIAL_TO
 from conure.server.program.errors import ExpressionError, PromptError
 from conure.server.program.ir import GenerateNode, Json
 from conure.server.program.prompt_prefix import prefix_hash
+from conure.server.prompts import prompt as prompts
 from conure.server.prompts.chat_template import ChatTemplate
 from conure.server.prompts.prompt import RenderedPrompt, render_chat, render_slot, render_value
 from conure.server.prompts.tokenizer import PromptPiece, Tokenizer
@@ -165,6 +166,26 @@ def test_names_tool_calls_and_tools_reach_the_template() -> None:
     assert text_of(rendered) == (
         'assistant///{"a": "ä"};tool/f/c1/r;assistant///"no json";[{"type": "function"}]'
     )
+
+
+def test_splices_of_too_many_messages_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(*args)
+
+    read = prompts._read_message
+    monkeypatch.setattr(prompts, "_read_message", counted)
+    monkeypatch.setattr(prompts, "MAX_MESSAGES", 100)
+    history = [{"role": "user", "content": "x"}] * 30
+    assert len(render_chat(chat(*[{"splice": "h"}] * 3), {"h": history}, TEMPLATE).ends) == 3
+    num_read = 0
+    with pytest.raises(PromptError, match="More than 100 messages") as caught:
+        render_chat(chat(*[{"splice": "h"}] * 1_000), {"h": history}, TEMPLATE)
+    assert (caught.value.code, caught.value.path) == ("prompt.too_long", "nodes.n.messages[3]")
+    assert num_read == 90
 
 
 def test_spliced_text_parts_are_joined() -> None:
