@@ -14,6 +14,7 @@ only ExpressionError, ends within its fuel, and returns a value of bounded size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple, NoReturn
 
 from ..content import Expression, Json
@@ -21,11 +22,14 @@ from ..errors import ExpressionError, ProgramError
 from ..suggestion import suggestion
 from .budget import WorkBudget
 from .operators import OPERATORS, FuelMeter
+from .paths import Path, shown_key
 from .regex import RegexError, check_pattern
 from .values import check_size, is_true
 
 MAX_EXPRESSION_DEPTH = 64
 FUEL = 100_000
+MAX_SHOWN_KEYS = 10
+"""Keys of an object in a message."""
 
 SPECIAL_OPERATORS = frozenset({"var", "lit", "object", "each", "if", "first", "and", "or"})
 """Operators that are evaluated here, not in `operators`."""
@@ -299,70 +303,71 @@ def _collect(expr: Expression, bound: frozenset[str], names: list[str]) -> None:
 # --- checks -----------------------------------------------------------------------------------
 
 
-def _check(expr: Expression, path: str, depth: int) -> None:
+def _check(expr: Expression, path: Path | str, depth: int) -> None:
     if depth > MAX_EXPRESSION_DEPTH:
         _refuse(_too_deep(), path)
     if isinstance(expr, list):
         for index, item in enumerate(expr):
-            _check(item, f"{path}[{index}]", depth + 1)
+            _check(item, Path(path, index), depth + 1)
         return
     if not isinstance(expr, dict):
         return
     if len(expr) != 1:
-        keys = ", ".join(f"`{key}`" for key in expr) or "none"
+        keys = ", ".join(f"`{shown_key(key)}`" for key in islice(expr, MAX_SHOWN_KEYS)) or "none"
+        keys += ", ..." if len(expr) > MAX_SHOWN_KEYS else ""
         _refuse(
             f"an object in an expression must have exactly one operator, got {keys} "
             "(use `object` or `lit` to build an object)",
             path,
         )
     ((name, argument),) = expr.items()
-    for operand_path, operand in _check_operator(name, argument, f"{path}.{name}").items():
+    for operand_path, operand in _check_operator(name, argument, Path(path, name)):
         _check(operand, operand_path, depth + 1)
 
 
-def _check_operator(name: str, argument: Expression, path: str) -> dict[str, Expression]:
-    """Check the form of one operator; return its operands that are expressions, by path."""
+def _check_operator(name: str, argument: Expression, path: Path) -> list[tuple[Path, Expression]]:
+    """Check the form of one operator; return its operands that are expressions, with paths."""
     match name:
         case "lit":
-            return {}
+            return []
         case "var":
             if not isinstance(argument, str) or not argument:
                 _refuse("`var` must have the name of a variable", path)
-            return {}
+            return []
         case "object":
             if not isinstance(argument, dict):
                 _refuse("`object` must have an object of expressions", path)
-            return {f"{path}.{key}": item for key, item in argument.items()}
+            return [(Path(path, key), item) for key, item in argument.items()]
         case _:
             return _check_operands(name, argument, path)
 
 
-def _check_operands(name: str, argument: Expression, path: str) -> dict[str, Expression]:
+def _check_operands(name: str, argument: Expression, path: Path) -> list[tuple[Path, Expression]]:
     if name not in _ARITIES:
         _refuse_operator(name, path)
     operands = _operands(name, argument)
     if not _has_arity(name, len(operands)):
         _refuse_arity(name, argument, path)
     if name in ("find", "find_all") and isinstance(operands[1], str):
-        _check_pattern(operands[1], f"{path}[1]")
+        _check_pattern(operands[1], Path(path, 1))
     if not isinstance(argument, list):
-        return {path: argument}
-    paths = {f"{path}[{index}]": operand for index, operand in enumerate(operands)}
+        return [(path, argument)]
+    paths = [(Path(path, index), operand) for index, operand in enumerate(operands)]
     if name == "each":
         if not all(isinstance(item, str) and item for item in operands[1:-1]):
             _refuse("`each` takes [list, name, expression] or [list, name, name, expression]", path)
-        return {f"{path}[0]": operands[0], f"{path}[{len(operands) - 1}]": operands[-1]}
+        return [paths[0], paths[-1]]
     return paths
 
 
-def _check_pattern(pattern: str, path: str) -> None:
+def _check_pattern(pattern: str, path: Path) -> None:
     try:
         check_pattern(pattern)
     except RegexError as error:
         _refuse(str(error), path)
 
 
-def _refuse_arity(name: str, argument: Expression, path: str) -> NoReturn:
+def _refuse_arity(name: str, argument: Expression, path: Path) -> NoReturn:
     least, most = _ARITIES[name]
     expected = f"{least} or more"
     if most is not None:
@@ -371,13 +376,13 @@ def _refuse_arity(name: str, argument: Expression, path: str) -> NoReturn:
     _refuse(f"`{name}` takes {expected} operands in a list, got {got}", path)
 
 
-def _refuse_operator(name: str, path: str) -> NoReturn:
+def _refuse_operator(name: str, path: Path) -> NoReturn:
     if name in _YIELD_OPERATORS:
         _refuse(f"`{name}` is allowed only in the value of a `yield`: use `var` instead", path)
     known = sorted({*OPERATORS, *SPECIAL_OPERATORS})
     hint = suggestion(name, known, f"the operators are: {', '.join(known)}")
-    _refuse(f"unknown operator `{name}`; {hint}", path)
+    _refuse(f"unknown operator `{shown_key(name)}`; {hint}", path)
 
 
-def _refuse(message: str, path: str) -> NoReturn:
-    raise ProgramError("program.expression", message, path=path)
+def _refuse(message: str, path: Path | str) -> NoReturn:
+    raise ProgramError("program.expression", message, path=str(path))

@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 from ..content import Json
 from ..errors import ExpressionError, ProgramError
 from ..ir import Variable
+from .paths import Path, shown_key
 from .regex import RegexError, check_pattern, compile_regex
 from .values import equal, has_type, kind_of
 
@@ -50,7 +51,7 @@ LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 Schema: TypeAlias = dict[str, Json] | bool
 
 
-def check_schema(schema: Json, path: str, depth: int = 0) -> None:
+def check_schema(schema: Json, path: Path | str, depth: int = 0) -> None:
     """Check that a schema has only known keywords with fitting arguments.
 
     Raises:
@@ -63,7 +64,7 @@ def check_schema(schema: Json, path: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         _refuse(f"a schema can be nested at most {MAX_DEPTH} levels deep", path)
     for keyword, argument in schema.items():
-        here = f"{path}.{keyword}"
+        here = Path(path, keyword)
         if keyword in _ARGUMENTS:
             is_valid, expected = _ARGUMENTS[keyword]
             if not is_valid(argument):
@@ -71,14 +72,15 @@ def check_schema(schema: Json, path: str, depth: int = 0) -> None:
                 _refuse(f"`{keyword}` must be {expected}, got {shown}", here)
         elif keyword not in KEYWORDS and keyword not in ANNOTATIONS:
             known = ", ".join(sorted(KEYWORDS))
-            _refuse(f"`{keyword}` cannot be checked for variables; known keywords: {known}", here)
+            message = f"`{shown_key(keyword)}` cannot be checked for variables"
+            _refuse(f"{message}; known keywords: {known}", here)
         if keyword == "pattern":
             try:
                 check_pattern(argument)
             except RegexError as error:
                 _refuse(str(error), here)
-    for where, inner in _inner_schemas(schema):
-        check_schema(inner, f"{path}.{where}", depth + 1)
+    for inner_path, inner in _inner_schemas(schema, path):
+        check_schema(inner, inner_path, depth + 1)
 
 
 def find_violation(value: Json, schema: Schema) -> str | None:
@@ -106,19 +108,19 @@ def find_mismatch(value: Json, variable: Variable) -> str | None:
     return None if violation is None else f"does not match its schema: {violation}"
 
 
-def _inner_schemas(schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+def _inner_schemas(schema: dict[str, Json], path: Path | str) -> Iterator[tuple[Path, Json]]:
     for keyword in SCHEMAS:
         if keyword in schema:
-            yield keyword, schema[keyword]
+            yield Path(path, keyword), schema[keyword]
     for keyword in LISTS_OF_SCHEMAS:
         for index, inner in enumerate(schema.get(keyword, ())):
-            yield f"{keyword}[{index}]", inner
+            yield Path(Path(path, keyword), index), inner
     for name, inner in schema.get("properties", {}).items():
-        yield f"properties.{name}", inner
+        yield Path(Path(path, "properties"), name), inner
 
 
-def _refuse(message: str, path: str) -> NoReturn:
-    raise ProgramError("program.schema", message, path=path)
+def _refuse(message: str, path: Path | str) -> NoReturn:
+    raise ProgramError("program.schema", message, path=str(path))
 
 
 def _is_type(value: Json, name: str) -> bool:
@@ -167,8 +169,8 @@ _ARGUMENTS: Final[dict[str, tuple[Callable[[Json], bool], str]]] = {
 KEYWORDS: Final = frozenset({"const", *SCHEMAS, *_ARGUMENTS})
 
 
-def _where(path: str) -> str:
-    return path or "the value"
+def _where(path: Path | str) -> str:
+    return str(path) or "the value"
 
 
 class _Check:
@@ -177,7 +179,7 @@ class _Check:
     def __init__(self) -> None:
         self._steps_left = MAX_STEPS
 
-    def run(self, value: Json, schema: Schema, path: str) -> str | None:
+    def run(self, value: Json, schema: Schema, path: Path | str) -> str | None:
         """Return the first violation in a value."""
         self._spend(1)
         if schema is True:
@@ -185,7 +187,7 @@ class _Check:
         if schema is False:
             return f"{_where(path)} is not allowed"
         return (
-            self._own(value, schema, _where(path))
+            self._own(value, schema, path)
             or self._combined(value, schema, path)
             or self._children(value, schema, path)
         )
@@ -195,37 +197,39 @@ class _Check:
         if self._steps_left < 0:
             raise ExpressionError("expr.size", "the value is too large to be checked by a schema")
 
-    def _own(self, value: Json, schema: dict[str, Json], where: str) -> str | None:
+    def _own(self, value: Json, schema: dict[str, Json], path: Path | str) -> str | None:
         """Check the keywords that look at the value itself."""
         self._spend(len(schema))
         if "type" in schema:
             names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             if not any(_is_type(value, name) for name in names):
-                return f"{where} is {kind_of(value)}, not {' or '.join(names)}"
+                return f"{_where(path)} is {kind_of(value)}, not {' or '.join(names)}"
         if "const" in schema and not equal(value, schema["const"], self._spend):
-            return f"{where} is not the constant of its schema"
+            return f"{_where(path)} is not the constant of its schema"
         if "enum" in schema and not any(equal(value, each, self._spend) for each in schema["enum"]):
-            return f"{where} is not one of the {len(schema['enum'])} values of its schema"
+            return f"{_where(path)} is not one of the {len(schema['enum'])} values of its schema"
         for keyword, argument in schema.items():
             if keyword in BOUNDS and _is_type(value, "number"):
                 if not BOUNDS[keyword](value, argument):
-                    return f"{where} is {value}, against `{keyword}` {argument}"
+                    return f"{_where(path)} is {value}, against `{keyword}` {argument}"
             elif keyword in SIZES:
                 kind, fits = SIZES[keyword]
                 if isinstance(value, kind) and not fits(len(value), argument):
-                    return f"{where} has length {len(value)}, against `{keyword}` {argument}"
-        return self._pattern(value, schema, where)
+                    length = f"length {len(value)}"
+                    return f"{_where(path)} has {length}, against `{keyword}` {argument}"
+        return self._pattern(value, schema, path)
 
-    def _pattern(self, value: Json, schema: dict[str, Json], where: str) -> str | None:
+    def _pattern(self, value: Json, schema: dict[str, Json], path: Path | str) -> str | None:
         if "pattern" not in schema or not isinstance(value, str):
             return None
         regex = compile_regex(schema["pattern"])
         self._spend(regex.cost(value))
         matches = regex.is_match(value)
-        return None if matches else f"{where} does not match `pattern` {schema['pattern']!r}"
+        if matches:
+            return None
+        return f"{_where(path)} does not match `pattern` {schema['pattern']!r}"
 
-    def _combined(self, value: Json, schema: dict[str, Json], path: str) -> str | None:
-        where = _where(path)
+    def _combined(self, value: Json, schema: dict[str, Json], path: Path | str) -> str | None:
         for inner in schema.get("allOf", ()):
             if (violation := self.run(value, inner, path)) is not None:
                 return violation
@@ -234,26 +238,25 @@ class _Check:
                 continue
             num_matches = sum(self.run(value, inner, path) is None for inner in schema[keyword])
             if num_matches == 0 or (keyword == "oneOf" and num_matches > 1):
-                return f"{where} matches {num_matches} of the schemas in `{keyword}`"
+                return f"{_where(path)} matches {num_matches} of the schemas in `{keyword}`"
         if "not" in schema and self.run(value, schema["not"], path) is None:
-            return f"{where} matches the schema in `not`"
+            return f"{_where(path)} matches the schema in `not`"
         return None
 
-    def _children(self, value: Json, schema: dict[str, Json], path: str) -> str | None:
+    def _children(self, value: Json, schema: dict[str, Json], path: Path | str) -> str | None:
         if isinstance(value, list):
             first = schema.get("prefixItems", [])
             for index, item in enumerate(value):
                 inner = first[index] if index < len(first) else schema.get("items", True)
-                if (violation := self.run(item, inner, f"{path}[{index}]")) is not None:
+                if (violation := self.run(item, inner, Path(path, index))) is not None:
                     return violation
         if isinstance(value, dict):
             properties = schema.get("properties", {})
             for name in schema.get("required", ()):
                 if name not in value:
-                    return f"{_where(path)} has no `{name}`"
+                    return f"{_where(path)} has no `{shown_key(name)}`"
             for name, item in value.items():
                 inner = properties.get(name, schema.get("additionalProperties", True))
-                here = f"{path}.{name}" if path else name
-                if (violation := self.run(item, inner, here)) is not None:
+                if (violation := self.run(item, inner, Path(path, name))) is not None:
                     return violation
         return None
