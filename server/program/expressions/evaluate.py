@@ -21,7 +21,7 @@ from ..content import Expression, Json
 from ..errors import ExpressionError, ProgramError
 from ..suggestion import suggestion
 from .budget import WorkBudget
-from .operators import OPERATORS, FuelMeter
+from .operators import OPERATORS, PATTERN_OPERATORS, FuelMeter, pay_for_pattern
 from .paths import Path, shown_key
 from .regex import RegexError, check_pattern
 from .values import check_size, is_true
@@ -183,6 +183,8 @@ class _Evaluation:
         if operator is None or not _has_arity(name, len(operands)):
             _malformed("a known operator with the right number of operands")
         values = [self.run(operand, bound, depth + 1) for operand in operands]
+        if name in PATTERN_OPERATORS and not isinstance(operands[1], str):
+            pay_for_pattern(self._meter, values[1])
         return operator.run(self._meter, values)
 
     def _run_special(
@@ -348,7 +350,7 @@ def _check_operands(name: str, argument: Expression, path: Path) -> list[tuple[P
     operands = _operands(name, argument)
     if not _has_arity(name, len(operands)):
         _refuse_arity(name, argument, path)
-    if name in ("find", "find_all") and isinstance(operands[1], str):
+    if name in PATTERN_OPERATORS and isinstance(operands[1], str):
         _check_pattern(operands[1], Path(path, 1))
     if not isinstance(argument, list):
         return [(path, argument)]

@@ -18,13 +18,15 @@ from ..decoding.bounded_json import parse_json
 from ..errors import ExpressionError, ProgramError
 from . import values
 from .budget import WorkBudget, exhausted
-from .regex import LinearRegex, RegexError, compile_regex
+from .regex import Limit, LinearRegex, RegexError, compile_regex
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
 _FENCE = "```"
 _OPENING_FENCE = re.compile(_FENCE + r"[A-Za-z]*[ \t]*\r?\n?")
 """Every part after the fence is optional, so that a search is linear."""
+PATTERN_OPERATORS = frozenset({"find", "find_all"})
+"""Operators whose second operand is a regular expression."""
 _FAIL_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 MAX_FAIL_MESSAGE = 4_096
 
@@ -256,8 +258,24 @@ def _regex(meter: FuelMeter, name: str, operands: list[Json]) -> LinearRegex:
     pattern = _string(name, operands[1])
     meter.spend(1 + len(pattern))
     meter.read(operands[0])
+    # A pattern that the program contains was compiled when the program was checked.
+    return _compiled(pattern, meter.foresee)
+
+
+def pay_for_pattern(meter: FuelMeter, pattern: Json) -> None:
+    """Pay for compiling a pattern that an expression has computed.
+
+    Raises:
+        ExpressionError: `expr.regex` if the pattern is not valid; as `FuelMeter.spend`.
+    """
+    if isinstance(pattern, str):
+        meter.spend(1 + len(pattern))
+        _compiled(pattern, meter.spend)
+
+
+def _compiled(pattern: str, limit: Limit) -> LinearRegex:
     try:
-        return compile_regex(pattern)
+        return compile_regex(pattern, limit)
     except RegexError as error:
         raise ExpressionError("expr.regex", str(error)) from None
 

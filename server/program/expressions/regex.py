@@ -6,15 +6,23 @@ Matches are those of Python's `re`, with these exceptions: `\b` looks at ASCII l
 do `\W` and `\S` in a class; a `$` before a final newline consumes the newline, so that nothing
 can follow it in the pattern.
 
+Compiling takes up to a microsecond per state (`regex_size`), so every caller that compiles patterns
+of clients can limit the states. A pattern that was compiled recently costs nothing.
+
 RE2 is part of the `server` extra. A client without it cannot evaluate `find`; the server can.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from .regex_size import num_states
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,6 +30,16 @@ if TYPE_CHECKING:
 MAX_PATTERN: Final = 4_096
 MAX_MEMORY: Final = 4 << 20
 """Bytes of one compiled pattern and its automata."""
+MAX_STATES: Final = 100_000
+"""States of one pattern, as estimated: at most 0.1 s to compile."""
+MAX_SUBMISSION_STATES: Final = 500_000
+"""States of all patterns that one submission compiles."""
+MAX_CACHED_STATES, MAX_CACHED = 1_000_000, 256
+"""States, and number, of compiled patterns that are kept."""
+MAX_KNOWN: Final = 4_096
+"""Valid patterns that are not checked again."""
+_MIN_STATES: Final = 16
+"""States that take as long as compiling the shortest pattern."""
 _STATES_PER_FUEL: Final = 1_024
 """Characters times states that cost as much as one operation of a search (about 1 ns each)."""
 _GROUP_STATES_PER_FUEL: Final = 40
@@ -53,12 +71,23 @@ _ESCAPES_IN_CLASS = {
     r"\b": r"\x08",
     "[": r"\[",
 }
+_ADVICE: Final = (
+    r"repeat less, or write `[A-Za-z0-9_]` for `\w`, `[0-9]` for `\d` and `[^0-9]` for `\D`"
+)
 _END = r"(?:\z|(\n)\z)"
 """`$`: the end of the text, or before a newline there, which its group captures."""
 
 
 class RegexError(ValueError):
     """The pattern is malformed, too large, or needs more than linear time."""
+
+
+class PatternsTakeLongError(Exception):
+    """The patterns of a trial have more states than the trial may compile."""
+
+
+Limit: TypeAlias = Callable[[int], None]
+"""A function that is called with the states of a pattern before it is compiled; may raise."""
 
 
 class MissingRegexLibraryError(RegexError, ModuleNotFoundError):
@@ -68,8 +97,12 @@ class MissingRegexLibraryError(RegexError, ModuleNotFoundError):
 class LinearRegex:
     """A compiled pattern; use `compile_regex`."""
 
-    def __init__(self, pattern: str, re2: ModuleType) -> None:
+    def __init__(self, pattern: str, re2: ModuleType, limit: Limit | None = None) -> None:
         translation = _Translation(pattern)
+        self.size = translation.num_states
+        """The estimated number of states."""
+        if limit is not None:
+            limit(self.size)
         self._regex = _compile(re2, translation.text, pattern)
         self._group = translation.first_group
         self._end_groups = translation.end_groups
@@ -142,30 +175,107 @@ class LinearRegex:
         return encoded[start:end].decode("utf-8", "surrogatepass")
 
 
-@lru_cache(maxsize=64)
-def compile_regex(pattern: str) -> LinearRegex:
+class _RegexCache:
+    """The patterns that were used last, compiled; and those that are known to be valid."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._compiled: OrderedDict[str, LinearRegex] = OrderedDict()
+        self._num_states = 0
+        self._valid: OrderedDict[str, None] = OrderedDict()
+
+    def find(self, pattern: str) -> LinearRegex | None:
+        with self._lock:
+            regex = self._compiled.get(pattern)
+            if regex is not None:
+                self._compiled.move_to_end(pattern)
+            return regex
+
+    def add(self, pattern: str, regex: LinearRegex) -> None:
+        with self._lock:
+            if pattern not in self._compiled:
+                self._num_states += regex.size
+            self._compiled[pattern] = regex
+            while self._num_states > MAX_CACHED_STATES or len(self._compiled) > MAX_CACHED:
+                self._num_states -= self._compiled.popitem(last=False)[1].size
+            self._valid[pattern] = None
+            self._valid.move_to_end(pattern)
+            if len(self._valid) > MAX_KNOWN:
+                self._valid.popitem(last=False)
+
+    def is_valid(self, pattern: str) -> bool:
+        """Return whether the pattern is known to be valid."""
+        return pattern in self._valid
+
+    def clear(self) -> None:
+        with self._lock:
+            self._compiled.clear()
+            self._valid.clear()
+            self._num_states = 0
+
+
+CACHE: Final = _RegexCache()
+_check_limit: ContextVar[Limit | None] = ContextVar("check_limit", default=None)
+
+
+def compile_regex(pattern: str, limit: Limit | None = None) -> LinearRegex:
     """Return a compiled pattern.
+
+    Args:
+        pattern: the pattern.
+        limit: called with the number of states unless the pattern is compiled already.
 
     Raises:
         RegexError: if the pattern is not in the subset or too large.
         MissingRegexLibraryError: if RE2 is missing.
     """
+    if (known := CACHE.find(pattern)) is not None:
+        return known
     re2 = _load_re2()
     if re2 is None:
         raise MissingRegexLibraryError(
             "regular expressions need google-re2: install conure[server]"
         )
-    return LinearRegex(pattern, re2)
+    regex = LinearRegex(pattern, re2, limit)
+    CACHE.add(pattern, regex)
+    return regex
 
 
 def check_pattern(pattern: str) -> None:
-    """Check a pattern. Without RE2 this is left to the server.
+    """Check a pattern, within the limit of `checking`. Without RE2 this is left to the server.
 
     Raises:
         RegexError: if the pattern is not in the subset or too large.
+        PatternsTakeLongError: if a trial would take too long.
     """
-    if _load_re2() is not None:
-        compile_regex(pattern)
+    if _load_re2() is not None and not CACHE.is_valid(pattern):
+        compile_regex(pattern, _check_limit.get())
+
+
+@contextmanager
+def checking(most: int = MAX_SUBMISSION_STATES, *, is_trial: bool = False) -> Iterator[None]:
+    """Limit the states of all patterns that `check_pattern` compiles in the body of the `with`.
+
+    Beyond the limit a trial raises PatternsTakeLongError, another check RegexError.
+    """
+    left = most
+
+    def spend(states: int) -> None:
+        nonlocal left
+        left -= states
+        if left >= 0:
+            return
+        if is_trial:
+            raise PatternsTakeLongError
+        raise RegexError(
+            f"the patterns of one submission can have at most {most:,} states in all: {_ADVICE}"
+        )
+
+    token = _check_limit.set(spend)
+    try:
+        yield
+    finally:
+        _check_limit.reset(token)
 
 
 def _load_re2() -> ModuleType | None:
@@ -209,6 +319,14 @@ class _Translation:
         self._is_multiline = flags is not None and "m" in flags[1]
         self._num_groups = 0
         prefix = flags[0] if flags else ""
+        self.num_states = _MIN_STATES + num_states(
+            pattern[len(prefix) :], ignores_case=flags is not None and "i" in flags[1]
+        )
+        if self.num_states > MAX_STATES:
+            raise self._error(
+                f"it has about {self.num_states:,} states, of which at most {MAX_STATES:,} are "
+                f"allowed: {_ADVICE}"
+            )
         tokens = _TOKEN.findall(pattern, len(prefix))
         self.text = prefix + self._translate(tokens)
         shorter = {_WORD: r"\w", _DIGIT: r"\d", r"\P{Nd}": r"\D", _SPACE: r"\s"}

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ...engines.constraint_validator import ConstraintValidator
 from ...program.errors import ConflictError, ConureError, UnavailableError
+from ...program.expressions.regex import PatternsTakeLongError, checking
 from ...program.graph.critical_path import longest_chain
 from ...program.graph.graph import CheckedAppend, Graph, check_append, graph_of
 from ...program.graph.inputs import check_inputs
@@ -35,6 +36,8 @@ from .procedure_library import ProcedureLibrary
 DRAINING_RETRY_AFTER_S = 5.0
 MAX_INLINE_BYTES = 16_384
 """Bytes of a body that is checked on the event loop."""
+MAX_INLINE_STATES = 5_000
+"""States of patterns that the check of a body compiles on the event loop: a few milliseconds."""
 MAX_RECHECKS = 3
 """How often an append is checked again in a thread if its program grows meanwhile."""
 LARGE_BODY_BYTES = 1024 * 1024
@@ -292,10 +295,22 @@ class ProgramIntake:
         return append, body, checked
 
     async def _off_loop(self, body: bytes, check: Callable[[], T]) -> T:
-        """Run a check whose time grows with a body: in a thread if the body is large."""
+        """Run a check whose time grows with a body, and that changes nothing.
+
+        It runs in a thread if the body is large or its patterns take long to compile.
+        """
         if len(body) <= MAX_INLINE_BYTES:
-            return check()
-        return await self._services.turns.in_thread(check)
+            try:
+                with checking(MAX_INLINE_STATES, is_trial=True):
+                    return check()
+            except PatternsTakeLongError:
+                pass  # the thread starts again
+
+        def check_with_patterns() -> T:
+            with checking():
+                return check()
+
+        return await self._services.turns.in_thread(check_with_patterns)
 
     def _check_open(self, run: ProgramRun) -> None:
         if run.is_over or not run.state.is_open:

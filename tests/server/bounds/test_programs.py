@@ -18,6 +18,7 @@ from conure.server import explainer
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ProgramError, RunError
+from conure.server.program.expressions import regex
 from conure.server.prompts.tokenizer import EncodedText, PromptPiece, Tokenizer
 from conure.server.runtime.calls.prompt_encoder import INLINE_CHARS
 from conure.server.runtime.persistence import outbox
@@ -260,6 +261,28 @@ async def test_a_run_is_not_explained_on_the_event_loop(
         explained = await harness.executor.explainer.explain_run(program.id, tenant=harness.tenant)
         assert [node.actual_runs for node in explained.nodes] == [1] * 600
     assert len(threads) == (4 if is_live else 5)
+    assert threading.main_thread() not in threads
+
+
+async def test_large_patterns_are_not_compiled_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return compile_text(*args)
+
+    compile_text = regex._compile
+    monkeypatch.setattr(regex, "_compile", recorded)
+    regex.CACHE.clear()
+    finds = [{"find": ["", r"\w{50}abc"]}] * 400
+    computed = {"find": ["b", {"concat": [r"\w{50}", "b"]}]}
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr("x", finds), expr("y", computed)])
+        status = await program.end()
+    assert status.status == "done"
+    assert len(threads) == 4
     assert threading.main_thread() not in threads
 
 

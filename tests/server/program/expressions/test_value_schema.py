@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from conure.server.program.errors import ProgramError
-from conure.server.program.expressions.regex import compile_regex
+from conure.server.program.expressions.regex import CACHE
 from conure.server.program.expressions.value_schema import check_schema, find_violation
 
 JSON = st.recursive(
@@ -111,7 +111,7 @@ def test_the_first_violation_follows_the_order_of_the_schema(keywords: tuple[str
 
 def test_a_missing_library_is_no_fault_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "re2", None)
-    compile_regex.cache_clear()
+    CACHE.clear()
     with pytest.raises(ModuleNotFoundError, match="google-re2"):
         find_violation("a", {"pattern": "a"})
 
