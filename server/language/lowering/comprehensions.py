@@ -58,7 +58,7 @@ class ComprehensionLowerer:
         emitter.add(
             IfNode(
                 id=result,
-                cond=test.expression if test.variable is None else test.variable,
+                cond=test.reference,
                 then=bodies[0],
                 otherwise=bodies[1],
                 merge={result: (names[0], names[1])},
@@ -181,7 +181,7 @@ class ComprehensionLowerer:
         emitter.add(
             MapNode(
                 id=result,
-                items=items.variable or items.expression,
+                items=items.reference,
                 item=item_name,
                 body=body,
                 collect={result: collected},

@@ -190,7 +190,7 @@ def _try_loop(
     emitter.add(
         LoopNode(
             id=name,
-            items=loop.items.variable or loop.items.expression,
+            items=loop.items.reference,
             item=item_name,
             carry=carry,
             body=block,

@@ -120,7 +120,7 @@ class StatementLowerer:
         emitter.add(
             IfNode(
                 id=name,
-                cond=test.variable or test.expression,
+                cond=test.reference,
                 then=branches[0].block,
                 otherwise=branches[1].block,
                 merge={variable: (a, b) for variable, (a, b) in merges.items()},

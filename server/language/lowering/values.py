@@ -37,6 +37,12 @@ class Value(Struct, frozen=True):
         return None
 
     @property
+    def reference(self) -> Expression:
+        """The value for a field in which a bare string names a variable, as `cond` of an `if`."""
+        expression = self.expression
+        return {"lit": expression} if isinstance(expression, str) else self.variable or expression
+
+    @property
     def is_inline(self) -> bool:
         """Whether the expression may be repeated wherever the value is read."""
         expression = self.expression

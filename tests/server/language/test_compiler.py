@@ -680,6 +680,26 @@ def test_a_conditional_expression_with_calls_runs_one_of_them() -> None:
     assert [node["op"] for node in nodes["b"]["then"]] == ["generate"]
 
 
+@pytest.mark.parametrize("text", ["draft", "terse", ""])
+@pytest.mark.parametrize(
+    "source", ["if style:\n    x = gen('a')\nelse:\n    x = ''", "x = gen('a') if style else ''"]
+)
+def test_a_text_as_condition_is_no_name(text: str, source: str) -> None:
+    nodes = nodes_of(f"style = '{text}'\ndraft: str\n{source}\nyield {{'x': x}}")
+    (cond,) = (node["cond"] for node in nodes.values() if node["op"] == "if")
+    assert cond == {"lit": text}
+
+
+@pytest.mark.parametrize(
+    "source", ["for x in names:\n    yield x", "yield [gen(x) for x in names]"]
+)
+def test_a_text_as_list_is_no_name(source: str) -> None:
+    function = "def pair():\n    return ['draft', 'b']\n"
+    nodes = nodes_of(f"{function}draft: list\nnames, b = pair()\n{source}")
+    (items,) = (node["items"] for node in nodes.values() if node["op"] in ("map", "loop"))
+    assert items == {"lit": "draft"}
+
+
 def test_handlers_have_codes() -> None:
     nodes = nodes_of(
         "try:\n    x = parse_json(gen('a'))\nexcept (ValueError, Timeout):\n    x = 0\nyield x"
