@@ -342,7 +342,7 @@ class _Translation:
             if token[0] == "\\":
                 translated.append(self._escape(token, is_in_class=is_in_class))
             elif is_in_class:
-                is_in_class = token != "]"
+                is_in_class = not token.endswith("]")
                 translated += (_ESCAPES_IN_CLASS.get(char, char) for char in token)
             else:
                 is_in_class = token[0] == "["

@@ -38,6 +38,11 @@ PATTERNS = st.recursive(
 )
 
 
+def found_by_re(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return None if match is None else match[1 if match.re.groups else 0]
+
+
 @given(
     st.sampled_from(["", "(?i)", "(?m)", "(?s)"]), PATTERNS, st.text("abcABx1_- \n", max_size=12)
 )
@@ -51,12 +56,29 @@ def test_find_matches_like_re(flags: str, pattern: str, text: str) -> None:
     assume(text or r"\B" not in pattern)
     # RE2 has no look-ahead: a `$` before the final newline consumes it.
     assume(not re.search(r"\$\W*[^\W)|]", pattern) or not text.endswith("\n"))
-    expected = re.search(flags + pattern, text)
-    found = compile_regex(flags + pattern).find(text)
-    if expected is None:
-        assert found is None
-    else:
-        assert found == expected.group(1 if expected.re.groups else 0)
+    assert compile_regex(flags + pattern).find(text) == found_by_re(flags + pattern, text)
+
+
+IN_CLASSES = ["[", "^", "[^", "(", "(?:", "{,2}", ":", "$", "a-c", "-", "x", r"\]", r"\\", r"\d"]
+CLASSES = st.builds(
+    "[{}{}{}]".format,
+    st.sampled_from(["", "^"]),
+    st.sampled_from(["", "]"]),
+    st.lists(st.sampled_from(IN_CLASSES), min_size=1, max_size=4).map("".join),
+)
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of `re`: "[[" may get a meaning
+@given(CLASSES, CLASSES, st.text("[]^({,2})-:$\\abx1", max_size=12))
+@example("[[]", "[]]", "[42]")
+@example("[a[]", "[[]", "[x")
+def test_classes_match_like_those_of_re(first: str, second: str, text: str) -> None:
+    pattern = rf"{first}(\w*){second}"
+    try:
+        expected = found_by_re(pattern, text)
+    except re.error:
+        assume(False)
+    assert compile_regex(pattern).find(text) == expected
 
 
 @pytest.mark.parametrize(
