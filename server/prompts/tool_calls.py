@@ -107,7 +107,7 @@ def _rules(tools: ToolSet, tool_format: ToolFormat) -> str:
 
 def _schema(tool: Tool, tool_format: ToolFormat) -> str:
     parameters = tool.parameters if tool.is_strict else _regular(tool.parameters)
-    schema = bound_integers(parameters)
+    schema = dict(bound_integers(parameters))
     schema.setdefault("type", "object")
     if "properties" in schema:
         # A function cannot use arguments that it does not declare.

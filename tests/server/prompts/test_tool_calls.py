@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conure.engine.constraints.grammar import accepts, byte_tokenizer, compile_grammar
 from conure.engine.protocol import EngineError
+from conure.server.program.bounded_schema import MAX_BOUNDS
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Constraint, GenerateNode
 from conure.server.program.tools import read_tools
@@ -198,6 +199,14 @@ def test_strict_schema_is_enforced_fully() -> None:
         holds(use(TAGS, tool("f", schema, strict=True)), "x")
     assert holds(use(TAGS, tool("f", None)), TAGS.render_calls([("f", {})]))
     assert holds(use(TAGS, tool("f", {"type": "object"})), TAGS.render_calls([("f", {"z": {}})]))
+
+
+@pytest.mark.parametrize("num_integers", [1, MAX_BOUNDS + 1])
+def test_the_grammar_of_a_strict_tool_does_not_change_the_tool(num_integers: int) -> None:
+    properties = {f"n{i}": {"type": "integer"} for i in range(num_integers)}
+    using = use(TAGS, tool("f", {"properties": properties}, strict=True))
+    assert using.grammar(None) is not None
+    assert using.tools.tools[0].parameters == {"properties": properties}
 
 
 def test_unsupported_pattern_only_fails_strict_tools() -> None:
