@@ -84,9 +84,10 @@ def lower_llm_chat(
     read = read_options(options, node)
     given = lowerer.lower(messages, scope)
     emitter = lowerer.emitter
-    variable = hint or emitter.unique("answer")
     is_message = (read.kind == "any" and not read.is_stream) and "constraint" not in read.output
     is_message = "tools" in read.node or (is_message and not is_text)
+    # The text of a message is the value of another node, which has the given name.
+    variable = (None if is_message and is_text else hint) or emitter.unique("answer")
     output: dict[str, Any] = {**read.output, "variable": variable}
     if is_message:
         output["form"] = "message"

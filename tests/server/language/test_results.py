@@ -200,6 +200,16 @@ yield [m.get("content") == m, direct == m]
     assert yields == [[True, True, True], [True, True]]
 
 
+@pytest.mark.parametrize("choice", ["", ", tool_choice='none'"])
+def test_the_content_of_an_answer_with_tools_has_a_name(choice: str) -> None:
+    call = f"llm_chat('x', tools=[{{'type': 'function', 'function': {{'name': 'f'}}}}]{choice})"
+    program = compile_source(f"text = {call}['content']\nyield {{'text': text}}")
+    assert [node.id for node in program.nodes] == ["answer", "text", "yield"]
+    assert program.outputs == ["text"]
+    program = compile_source(f"return {call}['content']")
+    assert [node.id for node in program.nodes] == ["answer", "result"]
+
+
 def test_a_field_that_is_named_content_is_that_field() -> None:
     schema = TOTAL.replace("total", "content")
     for each in (schema, "{'type': 'object'}", "{'$ref': '#/$defs/a', '$defs': {'a': {}}}"):
