@@ -138,22 +138,28 @@ def _compile_decoder(
 ) -> Program:
     tree, reads = parse(source)
     body, declared, program_name = _unwrap(tree.body)
-    emitter = Emitter()
-    statements = StatementLowerer(emitter, LoopReads(reads), signatures)
-    scope = NameScope(emitter, NameUses(body))
     names = {each.name for each in declared}
     if undeclared := set(inputs) - names:
         _check_inputs(undeclared, names | _names_in(tree))
-    if program_name is not None:
-        statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
-    variables = _declare_inputs(statements, scope, declared, inputs)
-    if any(map(can_jump, body)):
-        scope.reserve_result()
-    statements.run(body, scope)
-    result = scope.bindings.get(RETURN, NULL)
-    outputs = {name: None for name in emitter.outputs if name not in scope.inputs}
-    if isinstance(result, Value) and result != NULL:
-        outputs = dict.fromkeys(_returned(emitter, scope, result)) | outputs
+    shared = [] if program_name is None else _shared(tree.body, program_name)
+    has_jumps = any(map(can_jump, body))
+    uses = NameUses(body)
+    # The last version of a name has the name itself. Which one is the last is certain only once the
+    # text is lowered: it is lowered again if the estimate was wrong.
+    is_estimated = True
+    while True:
+        emitter = Emitter()
+        statements = StatementLowerer(emitter, LoopReads(reads), signatures)
+        scope = NameScope(emitter, uses)
+        statements.run(shared, scope)
+        variables = _declare_inputs(statements, scope, declared, inputs)
+        if has_jumps:
+            scope.reserve_result()
+        statements.run(body, scope)
+        outputs = _outputs(emitter, scope)
+        if not (is_estimated and scope.recount_versions()):
+            break
+        is_estimated = False
     if not emitter.has_results:
         message = "the program gives no result: add `yield {'name': value}`"
         raise SourceArgumentError("language.argument", message, Position(1, 1))
@@ -162,8 +168,17 @@ def _compile_decoder(
         variables=variables,
         nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
         jobs=emitter.jobs,
-        outputs=[each for each in outputs if each not in emitter.bound],
+        outputs=outputs,
     )
+
+
+def _outputs(emitter: Emitter, scope: NameScope) -> list[str]:
+    """Return the variables that `return` gives, then those that `yield` reads."""
+    result = scope.bindings.get(RETURN, NULL)
+    outputs = {name: None for name in emitter.outputs if name not in scope.inputs}
+    if isinstance(result, Value) and result != NULL:
+        outputs = dict.fromkeys(_returned(emitter, scope, result)) | outputs
+    return [each for each in outputs if each not in emitter.bound]
 
 
 def _returned(emitter: Emitter, scope: NameScope, result: Value) -> list[str]:
@@ -243,11 +258,14 @@ def _check_constants(body: list[ast.stmt], parameters: list[ast.arg]) -> None:
             raise UnsupportedSourceError(message, position_of(parameter))
 
 
-def _is_shared(statement: ast.stmt, program_name: str) -> bool:
-    """Whether a statement next to the program's function is another function or a constant."""
-    if isinstance(statement, ast.FunctionDef):
-        return statement.name != program_name
-    return isinstance(statement, ast.Assign)
+def _shared(body: list[ast.stmt], program_name: str) -> list[ast.stmt]:
+    """Return the other functions, and the constants, next to the program's function."""
+    return [
+        each
+        for each in body
+        if isinstance(each, ast.Assign)
+        or (isinstance(each, ast.FunctionDef) and each.name != program_name)
+    ]
 
 
 def _declarations(body: list[ast.stmt]) -> list[InputDeclaration]:

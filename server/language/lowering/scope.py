@@ -71,10 +71,23 @@ class NameUses:
         """Names that `return` gives to values other than the variables of these names."""
         self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
+        self.num_versions = {
+            name: self.assigned.get(name, 0) + (name in self.returned)
+            for name in (*self.assigned, *self.returned)
+        }
+        """How many versions names get in the main program. An estimate until `recount`: a statement
+        that assigns a name in its blocks may make no version, and the statements that a jump moves
+        into a branch make one together."""
 
-    def num_versions(self, name: str) -> int:
-        """Return how many variables of the main program have a name."""
-        return self.assigned.get(name, 0) + (name in self.returned)
+    def recount(self, made: Mapping[str, int]) -> bool:
+        """Set the numbers of versions to those that were made; return whether one was wrong."""
+        wrong = {
+            name: number
+            for name, number in made.items()
+            if self.num_versions.get(name, number) != number
+        }
+        self.num_versions |= wrong
+        return bool(wrong)
 
     def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
         for statement in statements:
@@ -349,8 +362,14 @@ class NameScope:
         """Return the name itself if its next version is the last one in the main program."""
         if self._uses is None or name in self.inputs:
             return None
-        is_last = self._num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
+        is_last = self._num_versions.get(name, 0) + 1 == self._uses.num_versions.get(name)
         return name if is_last and _is_variable_name(name) else None
+
+    def recount_versions(self) -> bool:
+        """Correct the estimated numbers of versions; return whether one of them was wrong."""
+        assert self._uses is not None
+        made = self._num_versions.items()
+        return self._uses.recount({name: n for name, n in made if name not in self.inputs})
 
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
         """Assign a value to a name.

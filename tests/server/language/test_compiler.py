@@ -81,6 +81,15 @@ ROUNDS = "answer = ''\nfor i in range(3):\n    answer = gen(f'{i}{answer}')\n"
         "answer, other = gen('a'), gen('b')\nyield {'a': answer}",
         "def f(x):\n    return gen(x), gen(x + '1')\nanswer, other = f('q')\nyield {'a': answer}",
         "first = gen('a')\nanswer = gen('b') if first == 'x' else 'none'\nyield {'a': answer}",
+        "n: int\nfor i in range(n):\n    answer = gen('x')\nanswer = gen('y')\nyield answer",
+        "for answer in range(2):\n    yield answer\nanswer = gen('y')\nyield answer",
+        "answer = gen('y')\nyield answer\nfor answer in range(2):\n    yield answer",
+        "b: bool\nif b:\n    answer = 'x'\nanswer = gen('y')\nyield answer",
+        "b: bool\nanswer = gen('x')\nif b:\n    answer = answer\nyield answer",
+        "b: bool\nif b:\n    return\nanswer = gen('x')\nanswer = gen(answer)\nyield answer",
+        "s = gen('x')\ntry:\n    answer = 'x'\nexcept:\n    answer = 'x'\n"
+        "answer = gen(f'{s}{answer}')\nyield answer",
+        "answer = 'x'\n@program\ndef f(b: bool):\n    answer = gen('y')\n    yield answer",
     ],
 )
 def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
