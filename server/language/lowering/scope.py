@@ -69,7 +69,7 @@ class NameUses:
         self._collect(body, is_in_job=False)
         self.returned = _returned_names(body)
         """Names that `return` gives to values other than the variables of these names."""
-        self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
+        self.forward = {name for name in self._in_jobs - self.returned if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
         self.num_versions = {
             name: self.assigned.get(name, 0) + (name in self.returned)

@@ -206,6 +206,13 @@ with job():
     assert nodes_of(source)["yield"]["value"] == {"object": {"first": {"var": "second"}}}
 
 
+def test_a_name_of_a_later_job_that_return_gives_to_another_value_cannot_be_read() -> None:
+    source = "with job():\n    yield x\nwith job():\n    x = gen('a')\nreturn {'x': x + '!'}"
+    error = error_of(source)
+    assert (error.code, error.line) == ("language.undefined_name", 2)
+    assert "move the assignment up" in error.message
+
+
 def test_jobs_that_wait_for_each_other_are_a_cycle() -> None:
     source = """
 with job():
