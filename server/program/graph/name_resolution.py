@@ -192,10 +192,12 @@ class _ScopeOfNode(NamedTuple):
     def is_bound(self, name: str) -> bool:
         return name in self.names.enclosing_binds
 
+    def can_read(self, name: str) -> bool:
+        return self.names.can_read(name, self.body)
+
     def is_produced(self, name: str) -> bool:
         return self.names.producer(name) is not None
 
     def check_variable(self, name: str, path: str, *, allow_bound: bool = True) -> None:
-        is_visible = self.names.can_read(name, self.body)
-        if not is_visible or (not allow_bound and self.is_bound(name)):
+        if not self.can_read(name) or (not allow_bound and self.is_bound(name)):
             self.names.refuse_unknown(name, path)

@@ -69,6 +69,10 @@ class NodeScope(Protocol):
         """Return whether a template around the node binds this name."""
         ...
 
+    def can_read(self, name: str) -> bool:
+        """Return whether the node can read a variable."""
+        ...
+
     def is_produced(self, name: str) -> bool:
         """Return whether a node of the same graph writes this variable."""
         ...

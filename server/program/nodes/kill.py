@@ -34,6 +34,8 @@ class KillNode(Node, frozen=True, kw_only=True, tag="kill"):
         for index, target in enumerate(self.targets):
             path = f"targets[{index}]"
             if scope.is_job(target):
+                if scope.can_read(target):
+                    refuse_control(f"`{target}` is a job and a variable: rename one of them", path)
                 continue
             scope.check_variable(target, path, allow_bound=False)
             if not scope.is_in_template and not scope.is_produced(target):

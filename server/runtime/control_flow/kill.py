@@ -36,7 +36,7 @@ class KillExecutor(NodeExecutor[KillNode]):
         """
         nodes: dict[str, None] = {}
         for target in node.targets:
-            if target not in self.state.graph.variables:
+            if target in self.state.graph.jobs:
                 nodes |= dict.fromkeys(_nodes_in_job(self.state, node, target))
             elif (producer := _pending_producer(self.state, target)) is not None:
                 if first_unneeded_slot(self.state, producer.node, before=producer.index) == 0:
@@ -86,9 +86,11 @@ class KillExecutor(NodeExecutor[KillNode]):
         self.context.advance([])
 
 
-def _pending_producer(state: ProgramState, variable: str) -> Slot | None:
-    """Return the slot that writes a variable; None if no slot does or the variable is resolved."""
-    return None if state.is_resolved(variable) else state.graph.get_producer(variable)
+def _pending_producer(state: ProgramState, target: str) -> Slot | None:
+    """Return the slot that writes a variable; None for a job, or if the variable is resolved."""
+    if target in state.graph.jobs or state.is_resolved(target):
+        return None
+    return state.graph.get_producer(target)
 
 
 def _nodes_in_job(state: ProgramState, kill: KillNode, job: str) -> list[str]:

@@ -280,6 +280,15 @@ def test_invalid_bodies_are_refused(nodes: list[Json], code: str, path: str, wor
     assert words in error.message
 
 
+def test_a_kill_of_a_job_with_the_name_of_a_variable_is_refused() -> None:
+    kill = {"id": "k", "op": "kill", "targets": ["q"], "when": True}
+    for nodes, path in (([kill], "nodes[0]"), ([map_(kill)], "nodes[0].body[0]")):
+        error = refusal(*nodes, jobs={"q": {}})
+        assert (error.code, error.path) == ("program.control", f"program.{path}.targets[0]")
+        assert "`q` is a job and a variable" in error.message
+    build(if_([expr("e", 1, "side")], []), {**kill, "targets": ["side"]}, jobs={"side": {}})
+
+
 def test_sibling_bodies_share_item_names() -> None:
     graph = build(map_(MADE), {**map_(expr("f", var("x"), "w")), "id": "n"})
     assert graph.nodes.keys() == {"m", "n"}

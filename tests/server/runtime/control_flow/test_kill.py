@@ -290,6 +290,16 @@ async def test_body_can_kill_the_node_around_it(tmp_path: Path) -> None:
         assert phases(await nested.end())["m"] == "killed"
 
 
+async def test_a_kill_of_a_job_is_none_of_a_variable_in_a_body(harness: ServerHarness) -> None:
+    nodes: list[Json] = [
+        generate("a", "A", **LONG, job="side"),
+        if_(True, [expr("e", 1, "side")], []),
+        kill("side"),
+    ]
+    phases = await phases_after_go(harness, nodes, jobs={"side": {}})
+    assert (phases["a"], phases["e"]) == ("killed", "done")
+
+
 async def test_a_loop_whose_body_kills_its_job_goes_on_to_the_next_round(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         kill = {"id": "k", "op": "kill", "targets": ["j"], "job": "j", "after": ["a"]}
