@@ -241,7 +241,9 @@ def _lower_stream(
     statements: StatementRunner, node: ast.For, stream: Value, scope: NameScope
 ) -> None:
     """Lower `for chunk in stream:`, whose body adds chunks to texts and yields."""
-    assert isinstance(node.target, ast.Name)
+    if not isinstance(node.target, ast.Name):
+        message = "a stream has no indices: write `for chunk in stream:`"
+        raise UnsupportedSourceError(message, position_of(node.target))
     chunk = node.target.id
     source = stream.variable
     if source is None:

@@ -784,6 +784,7 @@ def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
         ("with job(budget=9):\n    yield gen('a')", "`max_tokens`"),
         ("try:\n    x = gen('a')\nexcept Killed:\n    x = ''\nyield x", "first(variable, other)"),
         ("try:\n    x = 1\nexcept ValueError:\n    x = 2\nfinally:\n    y = 1", "after it"),
+        ("x = gen('a', stream=True)\nfor i, c in enumerate(x):\n    yield c", "has no indices"),
         ("x = 1", "gives no result"),
     ],
 )
