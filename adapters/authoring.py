@@ -15,7 +15,7 @@ checkers. A decorated function never runs in this process: its source is read an
 whose body is only a docstring is a *semantic function*, and the docstring is its prompt. A program
 may call decorated functions and read constants of its module.
 
-Invariant: the text has every function at the line it has in its file, so that the lines in the
+Invariant: if all functions are in one file, each keeps its line number, so that the lines in the
 server's errors are those of the file.
 """
 

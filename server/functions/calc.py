@@ -24,7 +24,8 @@ MAX_TEXT = 1_000
 MAX_DEPTH = 50
 MAX_EXPONENT_BITS = 64
 MAX_DIGITS = 400
-"""Digits before or after the point that `round` accepts. The longest float has fewer."""
+"""The most places left or right of the point to which `round` rounds; no float is written with as
+many."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
     ast.Add: operator.add,

@@ -99,7 +99,7 @@ def read_options(options: dict[str, Json], place: Place) -> CallOptions:
             constraints.append(name)
             kind = _add_constraint(output, name, value, place)
     if len(constraints) > 1:
-        message = f"a call takes one of `{constraints[0]}` and `{constraints[1]}`"
+        message = f"a call takes `{constraints[0]}` or `{constraints[1]}`, not both"
         raise SourceArgumentError("language.argument", message, place)
     if is_stream and kind not in ("any", "text"):
         message = "`stream=True` gives a text: leave out the type"

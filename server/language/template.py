@@ -32,7 +32,7 @@ MAX_LITERAL_NODES = 1_000
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MARKER = re.compile(r"<[^<>,\s]+>")
 _IN_SLOT = re.compile(r"""['"\[\](){},]""")
-"""Characters that may end a part of a slot, or keep others from it."""
+"""Characters that may end a part of a slot, or that open a string or bracket inside it."""
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}|0")
 """The numbers that need no parser."""

@@ -64,7 +64,7 @@ def _allows_integers(schema: dict[str, Json]) -> bool:
 
 
 def _missing_bounds(schema: dict[str, Json]) -> dict[str, Json]:
-    """Return bounds that are tighter than those of a schema; none for bounds that are wrong."""
+    """Return the bounds that a schema lacks; none if its own bounds are not usable numbers."""
     lower = [schema[name] for name in ("minimum", "exclusiveMinimum") if name in schema]
     upper = [schema[name] for name in ("maximum", "exclusiveMaximum") if name in schema]
     for bound in (*lower, *upper):

@@ -183,8 +183,8 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     `prompt.too_long`."""
     require_inputs: bool | None = None
     """True: refuse the submission if an input that the program reads or may read has neither a
-    value nor a default, instead of waiting for the value. None is false; the `run` of clients sends
-    true unless the option is given."""
+    value nor a default, instead of waiting for the value. Null means false. `Client.run` sends true
+    unless the caller sets this option."""
 
 
 class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

@@ -62,7 +62,8 @@ LONG_TEXT_CHARS: Final = 8_192
 """Characters from which a text is encoded by the method for several texts. Only that method lets
 other threads run: `encode` took 0.3 s from them for 300,000 characters."""
 CHARS_PER_TOKEN: Final = 4
-"""Characters per token below which a text is encoded at once, and not by growing beginnings."""
+"""A text with at most this many characters per allowed token is encoded whole; of a longer one,
+ever longer beginnings are encoded first."""
 
 
 class TooManyTokensError(Exception):

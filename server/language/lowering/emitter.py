@@ -21,8 +21,8 @@ from .values import Value
 
 MAX_COMPILED_NODES = 10_000
 MAX_LOWERED = 40_000
-"""Expressions that are lowered; those of an inlined function count at every call, and those that a
-node repeats at every repetition."""
+"""The most expressions that are lowered. Those of an inlined function count once per call, repeated
+ones once per repetition."""
 MAX_COMPILED_CHARACTERS = 4_194_304
 """Characters of literal texts that are lowered; inlined functions repeat theirs at every call."""
 MAX_AFTER = 1_000

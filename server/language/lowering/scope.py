@@ -254,8 +254,9 @@ class NameScope:
             scope = scope._outer
 
     def bound(self, name: str) -> Binding | None:
-        """Return what a name was bound to here or, in a branch, in the scopes around it; None if
-        it was not bound, or outside of the function only.
+        """Return what a name was bound to here or, in a branch, in the scopes around it.
+
+        None if it is not bound, or bound only outside the function.
         """
         scope = self
         while True:

@@ -90,7 +90,7 @@ def text_of(value: Value) -> Value:
 def element(value: Value, key: Expression) -> Value:
     """Return the element of a list or dict.
 
-    `content` of the JSON that `llm_chat` gave is the JSON, as it is the text of any other answer.
+    If `llm_chat` gave JSON, its `content` is that JSON; for any other answer it is the text.
     A message has `content` where the text wrote `context`. So `context` of a value that may be a
     message, as an element of a list, is its `content` unless it has its own `context`.
     """

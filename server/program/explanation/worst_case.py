@@ -71,6 +71,7 @@ def _visit(nodes: Iterable[Node], times: int, varying: frozenset[str], found: Re
 
 
 def _num_rounds(node: Node, inputs: Mapping[str, Json], budget: WorkBudget) -> int:
+    """Return how often a node's bodies run at most; for a `try`, its first body."""
     match node:
         case MapNode():
             items = _known(node.items, inputs, budget, is_reference=True)

@@ -380,7 +380,7 @@ def _refuse_arity(name: str, argument: Expression, path: Path) -> NoReturn:
 
 def _refuse_operator(name: str, path: Path) -> NoReturn:
     if name in _YIELD_OPERATORS:
-        _refuse(f"`{name}` is allowed only in the value of a `yield`: use `var` instead", path)
+        _refuse(f"`{name}` needs a `yield` with `mode: partial`; elsewhere use `var`", path)
     known = sorted({*OPERATORS, *SPECIAL_OPERATORS})
     hint = suggestion(name, known, f"the operators are: {', '.join(known)}")
     _refuse(f"unknown operator `{shown_key(name)}`; {hint}", path)

@@ -190,8 +190,12 @@ REFUSALS: list[tuple[Any, str, str]] = [
     ({"each": [[1], "x", {"nope": 1}]}, "e.each[2].nope", "unknown operator"),
     ({"not": {"lower": []}}, "e.not.lower", "takes 1 operands in a list, got 0"),
     ({"find": ["x", "(?=a)"]}, "e.find[1]", "look-around"),
-    ({"object": {"a": {"partial": "x"}}}, "e.object.a.partial", "only in the value of a `yield`"),
-    ({"final": "x"}, "e.final", "only in the value of a `yield`"),
+    (
+        {"object": {"a": {"partial": "x"}}},
+        "e.object.a.partial",
+        "needs a `yield` with `mode: partial`",
+    ),
+    ({"final": "x"}, "e.final", "needs a `yield` with `mode: partial`"),
 ]
 
 
