@@ -1,14 +1,13 @@
 """Model folders: tokenizer, chat template, special tokens and config, without the weights.
 
 `locate` finds the folder of a name, on disk or on the Hugging Face Hub. `read_dummy` needs a config
-only, for random weights. Only data is read: nothing in a folder is executed, and a folder that
-requires it is rejected.
+only, for random weights. Only data is read: nothing in a folder is executed.
 
 Invariants: a `Checkpoint` has everything that an engine reports when it starts (`Hello`).
 Otherwise reading it raises one sentence with the missing part.
 
 Errors, all `EngineError`: `model.not_found` (no such folder or hub name), `model.invalid` (files
-missing or damaged), `model.unsupported` (needs its own code, or another file format).
+missing or damaged), `model.unsupported` (another file format, or too small a vocabulary).
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def read(folder: Path) -> Checkpoint:
 
     Raises:
         EngineError: `model.invalid` if a needed file is missing or damaged;
-            `model.unsupported` if the folder needs its own code, or has no safetensors.
+            `model.unsupported` if the folder has no safetensors.
     """
     config = _config(folder / "config.json")
     if not any(folder.glob("*.safetensors")):
@@ -99,7 +98,7 @@ def read_dummy(path: str) -> Checkpoint:
 
     Raises:
         EngineError: `model.not_found` or `model.invalid` if the config is missing or
-            damaged; `model.unsupported` if it needs its own code, or its vocabulary is too small.
+            damaged; `model.unsupported` if its vocabulary is too small.
     """
     found = Path(path).expanduser().resolve()
     if not found.exists():
@@ -147,11 +146,6 @@ def _config(path: Path) -> dict[str, Any]:
     if config is None:
         raise EngineError(
             "model.invalid", f"{path.parent} has no {path.name}; it is not a model folder"
-        )
-    if "auto_map" in config:
-        raise EngineError(
-            "model.unsupported",
-            f"{path} needs its own code (auto_map), which is never run",
         )
     return config
 

@@ -126,6 +126,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
     # Settings that do not change the logits.
     architectures: Any = None
     attention_dropout: Any = None
+    auto_map: Any = None
     bos_token_id: Any = None
     dtype: Any = None
     eos_token_id: Any = None

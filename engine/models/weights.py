@@ -3,7 +3,8 @@
 `make` draws every weight from a seed, directly on the device, for benchmarks of a model's shape.
 
 Invariants: a returned model attends through the hook of `attention_hook`, is in evaluation mode and
-needs no gradient. Nothing in a folder is executed.
+needs no gradient. Nothing in a folder is executed: where a config offers code (`auto_map`),
+transformers uses its own classes.
 
 Errors, all `EngineError`: `model.invalid` for weights that are damaged or incomplete,
 `model.unsupported` for models that cannot be computed correctly.
@@ -18,7 +19,13 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..protocol import EngineError
@@ -116,6 +123,7 @@ def make(
                 copy.deepcopy(config),
                 dtype=getattr(torch, dtype_name(checkpoint.config, dtype, device)),
                 attn_implementation=ATTENTION,
+                trust_remote_code=False,
             )
     except _FAILURES as error:
         raise EngineError(
@@ -147,10 +155,13 @@ def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
     # Configs raise their own error classes, whose only common base is Exception.
     except Exception as error:
         kind = checkpoint.config.get("model_type")
-        raise EngineError(
-            "model.unsupported",
-            f"transformers cannot read {path} (model type {kind!r}): {_line(error)}",
-        ) from error
+        reason = f"transformers cannot read {path} (model type {kind!r}): {_line(error)}"
+        if "auto_map" in checkpoint.config and str(kind) not in CONFIG_MAPPING:
+            reason = (
+                f"transformers has no model type {kind!r}, and the code that {path} offers for it "
+                "(auto_map) is never run"
+            )
+        raise EngineError("model.unsupported", reason) from error
     attention_hook.model_class(config, path)
     attention_hook.register()
     return config

@@ -116,7 +116,6 @@ def test_special_tokens_may_be_strings_or_objects(tmp_path: Path) -> None:
         ({"config.json": b"\xff"}, "model.invalid", "config.json cannot be read"),
         ({"tokenizer_config.json": {"chat_template": ["a"]}}, "model.invalid", "without names"),
         ({"model.safetensors": None, "model.bin": ""}, "model.unsupported", "safetensors"),
-        ({"config.json": {"auto_map": {}}}, "model.unsupported", "auto_map"),
     ],
 )
 def test_incomplete_folder_is_rejected_by_name(

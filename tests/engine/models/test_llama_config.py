@@ -71,6 +71,7 @@ def test_window_of_qwen_is_off() -> None:
     [
         {"_name_or_path": "owner/model", "torch_dtype": "bfloat16", "use_cache": True},
         {"transformers.js_config": {"dtype": "q4"}, "rope_interleaved": False},
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
         {"rope_scaling": None, "rope_theta": 1000000, "pretraining_tp": 1, "mlp_bias": False},
         {"model_type": "qwen2", "max_window_layers": 21, "sliding_window": 32768},
     ],
@@ -115,7 +116,6 @@ def test_missing_setting_is_left_to_transformers(name: str) -> None:
         {"rope_scaling": {**LLAMA3, "low_freq_factor": None}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         {"text_config": {}},
-        {"auto_map": {}},
     ],
     ids=str,
 )
