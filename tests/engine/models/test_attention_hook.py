@@ -39,6 +39,29 @@ def test_unsupported_configs_are_rejected_with_reason(
     assert "the/folder" in refused.value.message
 
 
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": {**YARN, "type": "yarn"}}, 131072),
+        ({"rope_scaling": {**YARN, "rope_type": "yarn"}}, 131072),
+        ({"rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 1e6}}, 131072),
+        (
+            {"rope_scaling": {**YARN, "type": "yarn"}, "max_position_embeddings": 163840},
+            163840,
+        ),
+        ({"rope_scaling": {"factor": 4.0, "type": "linear"}}, 32768),
+    ],
+)
+def test_yarn_lengthens_the_context(changes: dict[str, Any], expected: int) -> None:
+    config = AutoConfig.for_model("qwen2", **{"max_position_embeddings": 32768, **changes})
+    longest, reason = context_length.max_length(config)
+    assert longest == expected
+    assert reason == f"the model supports {expected} tokens"
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "expected", "why"),
     [
