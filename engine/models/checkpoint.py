@@ -76,7 +76,7 @@ def read(folder: Path) -> Checkpoint:
         EngineError: `model.invalid` if a needed file is missing or damaged;
             `model.unsupported` if the folder has no safetensors.
     """
-    config = _config(folder / "config.json")
+    config = config_content(folder / "config.json")
     if not any(folder.glob("*.safetensors")):
         raise EngineError(
             "model.unsupported",
@@ -104,7 +104,7 @@ def read_dummy(path: str) -> Checkpoint:
     if not found.exists():
         raise EngineError("model.not_found", f"config {path!r} does not exist")
     file = found / "config.json" if found.is_dir() else found
-    config = _config(file)
+    config = config_content(file)
     if (file.parent / "tokenizer.json").is_file():
         return _with_tokenizer(found, file.parent, config)
     size = config.get("vocab_size")
@@ -125,6 +125,20 @@ def read_dummy(path: str) -> Checkpoint:
     )
 
 
+def config_content(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json.
+
+    Raises:
+        EngineError: `model.invalid` if it is missing or damaged.
+    """
+    config = _json_object(path)
+    if config is None:
+        raise EngineError(
+            "model.invalid", f"{path.parent} has no {path.name}; it is not a model folder"
+        )
+    return config
+
+
 def dtype_name(config: dict[str, Any], dtype: str, device: str) -> str:
     """Return the torch dtype of the weights, by name.
 
@@ -139,15 +153,6 @@ def dtype_name(config: dict[str, Any], dtype: str, device: str) -> str:
     configured = config.get("dtype", config.get("torch_dtype"))
     kept = ("bfloat16",) if device == "cpu" else ("bfloat16", "float16")
     return str(configured) if configured in kept else "float32"
-
-
-def _config(path: Path) -> dict[str, Any]:
-    config = _json_object(path)
-    if config is None:
-        raise EngineError(
-            "model.invalid", f"{path.parent} has no {path.name}; it is not a model folder"
-        )
-    return config
 
 
 def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkpoint:

@@ -25,9 +25,8 @@ _INDEX: Final = "model.safetensors.index.json"
 def problem_of(folder: Path) -> str | None:
     """Return why an engine cannot load a model folder, None if nothing is wrong."""
     try:
-        config = checkpoint.read(folder).config
-        # A config that names its own file of weights is left to the engine.
-        for path in [] if "transformers_weights" in config else weight_files(folder):
+        checkpoint.read(folder)
+        for path in weight_files(folder):
             _check_weights(path)
     except EngineError as error:
         return error.message
@@ -42,18 +41,23 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that are loaded: a single one, or those in the index.
+    """Return the files that are loaded: a single one, or those in an index.
+
+    A config may name either; otherwise they have their usual names.
 
     Raises:
         EngineError: `model.invalid` if there is neither.
     """
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    index = folder / _INDEX
+    named = checkpoint.config_content(folder / "config.json").get("transformers_weights")
+    usual = _SINGLE if (folder / _SINGLE).is_file() else _INDEX
+    chosen = folder / str(named or usual)
+    if chosen.suffix != ".json":
+        return [chosen]
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set(json.loads(chosen.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"{folder} has no {_SINGLE}, and {_INDEX} cannot be read: {error}"
+        reason = "" if named else f"{folder} has no {_SINGLE}, and "
+        message = f"{reason}{chosen} cannot be read: {error}"
         raise EngineError("model.invalid", message) from error
     return [folder / str(name) for name in files]
 

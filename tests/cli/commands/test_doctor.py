@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -256,6 +257,17 @@ def test_a_model_without_a_chat_template_is_a_note(tmp_path: Path) -> None:
     found = [*doctor.check_model(str(model), HEALTHY)]
     assert [finding.level for finding in found] == ["ok", "note"]
     assert "has no chat template" in found[1].text
+
+
+def test_weights_under_a_name_in_the_config_are_counted(tmp_path: Path) -> None:
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    (model / "model.safetensors").rename(model / "own.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["transformers_weights"] = "own.safetensors"
+    (model / "config.json").write_text(json.dumps(config))
+    usual = only(doctor.check_model(str(builtin.FOLDER), HEALTHY))
+    found = only(doctor.check_model(str(model), HEALTHY))
+    assert (found.level, found.text.split(",")[1]) == ("ok", usual.text.split(",")[1])
 
 
 def test_models_of_the_package_are_those_of_the_registry() -> None:

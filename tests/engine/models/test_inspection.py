@@ -11,7 +11,7 @@ import pytest
 
 from conure.engine.models import builtin, weights
 from conure.engine.models.checkpoint import read
-from conure.engine.models.inspection import has_chat_template, problem_of
+from conure.engine.models.inspection import has_chat_template, problem_of, weight_files
 from conure.engine.protocol import EngineError
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def shard(folder: Path) -> Path:
     """Move the weights of a folder to a file that an index names."""
     moved = (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    index = {"weight_map": {"some": moved.name, "other": moved.name}}
+    index = {"metadata": {}, "weight_map": {"some": moved.name, "other": moved.name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return moved
 
@@ -58,13 +58,24 @@ def test_unread_files_do_not_matter(folder: Path) -> None:
     assert problem_of(folder) is None
 
 
-def test_weights_that_the_config_names_are_left_to_the_engine(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["own.safetensors", "own.safetensors.index.json"])
+def test_a_config_may_name_its_weights(name: str, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     moved = shard(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    named = {**config, "transformers_weights": moved.name}
-    (folder / "config.json").write_text(json.dumps(named))
+    index = folder / "model.safetensors.index.json"
+    if name.endswith(".json"):
+        index.rename(folder / name)
+    else:
+        index.unlink()
+        moved = moved.rename(folder / name)
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
     assert problem_of(folder) is None
+    assert weight_files(folder) == [moved]
+    checkpoint = read(folder)
+    weights.load(checkpoint, weights.read_config(checkpoint), "auto")
+    (folder / name).unlink()
+    (folder / "other.safetensors").touch()
+    assert str(folder / name) in str(problem_of(folder))
 
 
 def test_missing_shard_is_named(folder: Path) -> None:
