@@ -62,6 +62,29 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in files]
 
 
+def size_on_disk(folder: Path) -> int:
+    """Return the bytes of the files that are loaded.
+
+    Raises:
+        EngineError: as `weight_files`.
+        OSError: if a file cannot be found.
+    """
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def size_in_memory(folder: Path, device: str) -> int:
+    """Return the bytes that the weights take on a device, if their dtype is `auto`.
+
+    Raises:
+        EngineError: as `weight_files`.
+        OSError: if a file cannot be found.
+    """
+    config = checkpoint.config_content(folder / "config.json")
+    kept, chosen = (checkpoint.dtype_name(config, "auto", each) for each in ("cuda", device))
+    is_widened = (kept, chosen) == ("float16", "float32")
+    return size_on_disk(folder) * (2 if is_widened else 1)
+
+
 def _check_weights(path: Path) -> None:
     """Open a file of weights, which compares its header with its size.
 

@@ -169,7 +169,13 @@ def _free_gpu_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of main memory that a new process can use."""
+    """Return the bytes of main memory that a new process in the same control groups can use."""
+    from conure.engine.runner.control_groups import OWN_GROUPS
+
+    return max(0, int(min(_available_on_machine(), OWN_GROUPS.free_bytes())))
+
+
+def _available_on_machine() -> int:
     with contextlib.suppress(OSError):  # other systems than Linux
         for line in MEMORY_INFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -299,15 +305,15 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
         yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    from conure.engine.models.inspection import has_chat_template, problem_of, weight_files
+    from conure.engine.models.inspection import has_chat_template, problem_of, size_in_memory
 
     if (problem := problem_of(folder)) is not None:
         yield Finding("problem", "model", problem)
         return
-    size = sum(path.stat().st_size for path in weight_files(folder))
-    memory, available = "memory", machine.available_bytes
+    device, memory, available = "cpu", "memory", machine.available_bytes
     if machine.free_gpu_bytes is not None:
-        memory, available = "GPU memory", machine.free_gpu_bytes
+        device, memory, available = "cuda", "GPU memory", machine.free_gpu_bytes
+    size = size_in_memory(folder, device)
     if size + MIN_CACHE_BYTES > available:
         yield Finding(
             "problem",

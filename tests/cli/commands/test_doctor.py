@@ -15,6 +15,8 @@ from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
 from conure.engine.models import builtin, registry
+from conure.engine.runner import control_groups
+from conure.engine.runner.control_groups import ControlGroups
 from conure.server.listener import PortError
 from conure.server.store.database import lock_folder
 
@@ -75,6 +77,19 @@ def test_missing_packages_name_the_extra() -> None:
 def test_memory_is_read_on_other_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "MEMORY_INFO", tmp_path / "missing")
     assert doctor.available_memory() > 1 << 20
+
+
+def test_memory_of_a_container_is_that_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "membership").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    groups = ControlGroups(tmp_path, tmp_path / "membership")
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", groups)
+    assert doctor.available_memory() == 2000
+    (tmp_path / "memory.current").write_text("6000\n")
+    assert doctor.available_memory() == 0
 
 
 def test_missing_compiler_is_a_note() -> None:
@@ -257,6 +272,18 @@ def test_a_model_without_a_chat_template_is_a_note(tmp_path: Path) -> None:
     found = [*doctor.check_model(str(model), HEALTHY)]
     assert [finding.level for finding in found] == ["ok", "note"]
     assert "has no chat template" in found[1].text
+
+
+def test_a_float16_model_takes_twice_its_size_on_a_cpu(tmp_path: Path) -> None:
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    size = (model / "model.safetensors").stat().st_size + doctor.MIN_CACHE_BYTES
+    machine = HEALTHY._replace(available_bytes=size)
+    config = json.loads((model / "config.json").read_text())
+    for name, level in (("bfloat16", "ok"), ("float16", "problem")):
+        (model / "config.json").write_text(json.dumps({**config, "dtype": name}))
+        assert only(doctor.check_model(str(model), machine)).level == level
+    on_gpu = machine._replace(free_gpu_bytes=size)
+    assert only(doctor.check_model(str(model), on_gpu)).level == "ok"
 
 
 def test_weights_under_a_name_in_the_config_are_counted(tmp_path: Path) -> None:
