@@ -54,6 +54,7 @@ ARROWS = {
         "conure.adapters.training",
         "conure.engine.config",
         "conure.engine.models.inspection",
+        "conure.engine.protocol",
         "conure.engine.runner.control_groups",
         "conure.server",
     ),

@@ -15,12 +15,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from ..protocol import EngineError
 from ..text import byte_tokenizer
+
+_READ_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+_UNREAD_FILES: Final = ("*/*", "consolidated*")
+"""Files in subfolders, and a second copy of the weights, in the format of their authors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ def locate(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        fetched = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        fetched = snapshot_download(
+            model, allow_patterns=[*_READ_FILES], ignore_patterns=[*_UNREAD_FILES]
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise EngineError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conure.engine.config import ConfigField, fields_of
+from conure.engine.protocol import EngineError
 from conure.server.config import Config, default_data_folder
 
 from ..command import CommandError, ExitCode, UsageError, file_path
@@ -88,9 +89,18 @@ def loading(config: Config) -> str:
     if config.model is None:
         return "Loading the built-in model ..."
     if Path(config.model).exists():
-        num_bytes = sum(path.stat().st_size for path in Path(config.model).glob("*.safetensors"))
-        return f"Loading {config.model}, {num_bytes / 1e9:.1f} GB ..."
+        return f"Loading {config.model}{_size_of(Path(config.model))} ..."
     return f"Loading {config.model}; the first start downloads it from the Hugging Face Hub ..."
+
+
+def _size_of(folder: Path) -> str:
+    """Return the size of a model, empty without weights; the engine reports why."""
+    from conure.engine.models.inspection import size_on_disk
+
+    try:
+        return f", {size_on_disk(folder) / 1e9:.1f} GB"
+    except (EngineError, OSError):
+        return ""
 
 
 def config_of(arguments: argparse.Namespace) -> Config:

@@ -309,15 +309,20 @@ def test_signal_during_startup_exits_0() -> None:
 
 
 def test_the_wait_for_a_model_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    os.truncate(tmp_path / "model.safetensors", 100_000_000)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 100_000_000)
     lines = {
         model: command.loading(Config(data=tmp_path, model=model))
-        for model in (None, str(tmp_path), "org/name")
+        for model in (None, str(tmp_path), str(empty), "org/name")
     }
     assert lines == {
         None: "Loading the built-in model ...",
         str(tmp_path): f"Loading {tmp_path}, 0.1 GB ...",
+        str(empty): f"Loading {empty} ...",
         "org/name": (
             "Loading org/name; the first start downloads it from the Hugging Face Hub ..."
         ),

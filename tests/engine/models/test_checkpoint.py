@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from conure.engine.models import checkpoint
 from conure.engine.protocol import EngineError
@@ -129,6 +131,28 @@ def test_incomplete_folder_is_rejected_by_name(
 
 def test_folder_is_located_by_path(tmp_path: Path) -> None:
     assert checkpoint.locate(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = [
+        *("config.json", "tokenizer.json", "chat_template.jinja", "README.md", "params.json"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        *("model.safetensors.index.json", "consolidated.safetensors", "original/params.json"),
+        *("original/consolidated.00.pth", "original/model.safetensors", "own.py"),
+    ]
+    fetched: list[str] = []
+
+    def fetch(model: str, **patterns: Any) -> str:
+        fetched.extend(filter_repo_objects(stored, **patterns))
+        return f"/cache/{model}"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert checkpoint.locate("owner/name") == Path("/cache/owner/name")
+    assert fetched == [
+        *("config.json", "tokenizer.json", "chat_template.jinja", "params.json"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        "model.safetensors.index.json",
+    ]
 
 
 @pytest.mark.parametrize("name", ["./nothing/here", "/nothing", "~/nothing-there", "nothing"])
