@@ -9,6 +9,7 @@ complete model or raises one sentence.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -134,10 +135,14 @@ def _locate(name: str) -> Path:
 
 
 def _public_name(name: str, path: Path) -> str:
-    """Return the name that programs use: the last part of the path or hub name."""
+    """Return the name that programs use: the last part of the given path or hub name.
+
+    Links are not followed, so that a link gives a model another name.
+    """
+    given = Path(os.path.abspath(Path(name).expanduser()))
     if path.is_file():  # the config of a dummy model
-        return path.parent.name if path.name == "config.json" else path.stem
-    return path.name if Path(name).expanduser().is_dir() else Path(name).name
+        return given.parent.name if given.name == "config.json" else given.stem
+    return given.name
 
 
 def _describe(model: Decoder, *, is_dummy: bool) -> str:
