@@ -76,6 +76,8 @@ class Machine(NamedTuple):
     """Main memory that a new process can use."""
     compiler: str | None
     """Path of the C++ compiler."""
+    named_compiler: str = ""
+    """The value of `CXX`."""
     has_prebuilt_kernels: bool = False
     free_gpu_bytes: int | None = None
     """Free memory of the GPU that torch uses; None without one."""
@@ -131,6 +133,7 @@ def read_machine() -> Machine:
         cuda_error=cuda_error,
         available_bytes=available_memory(),
         compiler=find_compiler(),
+        named_compiler=os.environ.get("CXX", ""),
         has_prebuilt_kernels=any((PACKAGE / PREBUILT_KERNELS).glob("*.so")),
         free_gpu_bytes=None if torch_cuda is None or cuda_error else _free_gpu_memory(),
     )
@@ -240,11 +243,12 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
     if machine.has_prebuilt_kernels:
         yield Finding("ok", "compiler", "not needed: the package contains compiled CPU kernels")
     elif machine.compiler is None:
+        cause, cure = "no C++ compiler", "install one (`apt install g++`), or set CXX to its path"
+        if machine.named_compiler:
+            cause = f"CXX is {machine.named_compiler!r}, which is not a program"
+            cure = "unset or correct it"
         yield Finding(
-            "note",
-            "compiler",
-            "no C++ compiler, so the CPU kernels run as slower torch operators; install one "
-            "(`apt install g++`), or set CXX to its path",
+            "note", "compiler", f"{cause}, so the CPU kernels run as slower torch operators; {cure}"
         )
     else:
         yield Finding("ok", "compiler", machine.compiler)

@@ -98,6 +98,17 @@ def test_missing_compiler_is_a_note() -> None:
     assert "apt install g++" in finding.text
 
 
+def test_wrong_name_of_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bogus")
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: (None, ""))
+    finding = only(
+        doctor.check_compiler(doctor.read_machine()._replace(has_prebuilt_kernels=False))
+    )
+    assert finding.level == "note"
+    assert finding.text.startswith("CXX is '/bogus', which is not a program, so ")
+    assert finding.text.endswith("; unset or correct it")
+
+
 def test_prebuilt_kernels_need_no_compiler() -> None:
     finding = only(
         doctor.check_compiler(HEALTHY._replace(compiler=None, has_prebuilt_kernels=True))
