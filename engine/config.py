@@ -83,7 +83,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         int | None,
         _engine(
             "maximum tokens of a prompt and its output together (default: what the model supports "
-            "and fits into memory)",
+            "and fits into memory, at most 32,768)",
             metavar="TOKENS",
             bounds=_TOKENS,
         ),

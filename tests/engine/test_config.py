@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from conure.engine.config import ConfigError, EngineConfig
+from conure.engine.config import ConfigError, EngineConfig, fields_of
+from conure.engine.kv.capacity import DEFAULT_CONTEXT_LEN
 
 
 def test_options_round_trip_through_json() -> None:
@@ -18,3 +19,8 @@ def test_options_round_trip_through_json() -> None:
 def test_malformed_options_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         EngineConfig.from_json(text)
+
+
+def test_help_states_the_default_context_length() -> None:
+    (field,) = (field for field in fields_of(EngineConfig) if field.name == "context_len")
+    assert f"at most {DEFAULT_CONTEXT_LEN:,})" in field.option.help
