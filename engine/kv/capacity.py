@@ -134,9 +134,9 @@ def _check_free(context_len: int | None, num_tokens: int, free_bytes: int) -> No
     if num_tokens < (context_len or 1):
         raise EngineError(
             "engine.bad_option",
-            f"{max(0, free_bytes) / 2**30:,.2f} GiB are free, of which the KV cache may use enough "
-            f"for {num_tokens:,} tokens, and a context needs {context_len or 1:,}: free memory, "
-            "lower context_len, or choose a smaller model or dtype",
+            f"{max(0, free_bytes) / 2**30:,.2f} GiB are free; the KV cache may use enough of that "
+            f"for {num_tokens:,} tokens, but a context needs {context_len or 1:,}: free some "
+            "memory, lower context_len, or choose a smaller model or dtype",
         )
 
 

@@ -5,8 +5,8 @@ probe runs a few tokens three times: through the hook; with the model's own eage
 through the hook again, with each token as a separate sequence that continues stored keys and
 values, in a batch with unrelated tokens. The logits must match. This detects recurrent states,
 convolutions, positions that are counted instead of read, and masks and biases that bypass the hook.
-Effects that need long sequences, such as a sliding window, are checked against the config. A
-decoder of `llama` is known from its config, and is not run.
+A sliding window, which needs longer sequences, is only checked for being passed where the config
+declares one. A decoder of `llama` is known from its config, and is not run.
 
 Invariants: a model that passes attends only to what the hook provides, and its layers store what
 `LayerKVSpec` describes.

@@ -35,8 +35,8 @@ class Projection:
     """One linear projection with the concatenated outputs of several modules.
 
     The weight is packed for the C++ kernels, or for the CPU's matrix library by private operators
-    of torch. Without either, it stays unpacked. To save memory, the modules lose their weights to a
-    packed projection, and get views of an unpacked one.
+    of torch. Without either, it stays unpacked. To save memory, the modules' own weights are
+    dropped if the projection is packed, and become views of its weight if not.
     """
 
     def __init__(

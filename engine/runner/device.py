@@ -125,7 +125,7 @@ def num_cores(
     cores that the process may run on. Two logical processors of a core count once, because they
     share its arithmetic units. A container may have less processor time than cores; more threads
     than that would be stopped in the middle of an operation, in which the others wait for them.
-    `torch.get_num_threads` is useless here: it returns the last value that was set.
+    `torch.get_num_threads` does not tell: it returns whatever was set last.
 
     Args:
         environment: The environment of the process.
