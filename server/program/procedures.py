@@ -304,10 +304,10 @@ def _expand_call(
     arguments = _arguments(node, procedure)
     job_names = _own_jobs(program)
     suffix = f"__{node.id}"
-    names = (
-        frozenset(defined_names(program.nodes)) | _bound_names(program) | program.variables.keys()
-    )
-    _check_lengths(names | job_names, suffix, node)
+    defined = defined_names(program.nodes)
+    variables = defined.variables | _bound_names(program) | program.variables.keys()
+    names = defined._replace(variables=variables)
+    _check_lengths(names.nodes | variables | job_names, suffix, node)
     renaming = Renaming(
         names,
         suffix,

@@ -5,15 +5,24 @@ becomes `write.3`, in round 0 of a loop inside that item `write.3.0`. The templa
 not a variable in an instance. It is replaced by an expression, `get` from the list, so that two
 maps over one list read the same prefix and share it.
 
-Invariant: a name that `each` binds is neither replaced nor captured.
+Invariants: a name that `each` binds is neither replaced nor captured. A node and a variable may
+have the same name: an instance renames only the one that its template defines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ..content import Expression
 from .evaluate import variables
+
+
+class DefinedNames(NamedTuple):
+    """The names that a template defines."""
+
+    nodes: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
 
 
 class Renaming:
@@ -21,7 +30,7 @@ class Renaming:
 
     def __init__(
         self,
-        names: frozenset[str],
+        names: DefinedNames,
         suffix: str,
         bound: Mapping[str, Expression],
         jobs: Mapping[str, str] | None = None,
@@ -31,7 +40,7 @@ class Renaming:
         """Create a renaming.
 
         Args:
-            names: the nodes and variables that the template defines.
+            names: what the template defines.
             suffix: the suffix of these names in the instance.
             bound: expressions that replace the names of item, index and carried variables.
             jobs: new names of jobs.
@@ -41,6 +50,8 @@ class Renaming:
         self.keeps_seeds = keeps_seeds
         self._jobs = jobs or {}
         self._names = names
+        self._bases = names.nodes | names.variables
+        """Decisions and carried variables have the names of nodes and variables with a suffix."""
         self._renamed: dict[str, str] = {}
         """Names that were renamed already: nodes and slots of an instance share them."""
         self._bound = bound
@@ -52,14 +63,21 @@ class Renaming:
         return self._jobs.get(name, name)
 
     def name(self, name: str) -> str:
-        """Rename a node, or a variable that the template defines."""
-        if name in self._names:
+        """Rename a variable that the template defines."""
+        return self._rename(name, self._names.variables)
+
+    def node_id(self, node_id: str) -> str:
+        """Rename a node of the template."""
+        return self._rename(node_id, self._names.nodes)
+
+    def _rename(self, name: str, defined: frozenset[str]) -> str:
+        if name in defined:
             renamed = self._renamed.get(name)
             if renamed is None:
                 renamed = self._renamed[name] = name + self.suffix
             return renamed
         base, dot, rest = name.rpartition(".")
-        return f"{base}{self.suffix}.{rest}" if dot and base in self._names else name
+        return f"{base}{self.suffix}.{rest}" if dot and base in self._bases else name
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
         """Rename variables that are read, with bound names replaced by what they read."""
@@ -113,14 +131,15 @@ class Renaming:
         return reference if operator == "partial" else True
 
     def _each(self, operands: list[Expression]) -> list[Expression]:
-        items, *names, body = operands
-        shadowed = frozenset(names)
-        fresh = names
-        if shadowed & self._captured or any("." in name for name in names):
+        items, *own, body = operands
+        shadowed = frozenset(own)
+        fresh = own
+        if shadowed & self._captured or any("." in name for name in own):
             # A replacement reads a variable with a name that `each` binds, or a name with a dot
             # could equal a renamed variable: rename what `each` binds.
-            fresh = [f"{name}'" for name in names]
+            fresh = [f"{name}'" for name in own]
         bound = {name: it for name, it in self._bound.items() if name not in shadowed}
-        bound |= {old: {"var": new} for old, new in zip(names, fresh, strict=True)}
-        inner = Renaming(self._names - shadowed, self.suffix, bound, self._jobs)
+        bound |= {old: {"var": new} for old, new in zip(own, fresh, strict=True)}
+        names = self._names._replace(variables=self._names.variables - shadowed)
+        inner = Renaming(names, self.suffix, bound, self._jobs)
         return [self.expression(items), *fresh, inner.expression(body)]

@@ -15,7 +15,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ..content import Expression
-from ..expressions.renaming import Renaming
+from ..expressions.renaming import DefinedNames, Renaming
 from ..expressions.symbolic import VariableDefinitions
 from ..nodes import ExprNode, GenerateNode, GraphNode, KillNode, WaitNode, YieldNode
 from ..prompt_prefix import prefix_hash
@@ -36,7 +36,7 @@ def graph_hash(graph: Graph) -> str:
         if isinstance(node, _TIMING):
             continue
         if isinstance(node, ExprNode):
-            expression = Renaming(frozenset(), "", names).expression(node.expr)
+            expression = Renaming(DefinedNames(), "", names).expression(node.expr)
             name = f"expr.{_digest(expression)}"
             definitions.add(name, expression)
             names[writes[0]] = {"var": name}
@@ -61,7 +61,7 @@ def _in_order(graph: Graph) -> list[str]:
 def _node_digest(
     node: GraphNode, names: Mapping[str, Expression], definitions: VariableDefinitions
 ) -> str:
-    renaming = Renaming(frozenset(), "", names, keeps_seeds=True)
+    renaming = Renaming(DefinedNames(), "", names, keeps_seeds=True)
     if not isinstance(node, GenerateNode):
         fields = msgspec.to_builtins(node.renamed_with_bodies(renaming))
         return _digest({name: each for name, each in fields.items() if name not in _NOT_PART})

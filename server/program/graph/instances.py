@@ -12,15 +12,16 @@ import msgspec
 from msgspec import UNSET
 
 from ..content import Expression
-from ..expressions.renaming import Renaming
+from ..expressions.renaming import DefinedNames, Renaming
 from ..nodes import GraphNode, LoopNode, Node, RoundEndNode
 from ..nodes.base import NodeWithBodies
-from ..nodes.bodies import BodyRef, flatten
+from ..nodes.bodies import BodyRef, flatten, walk
 from ..slot import Slot, read_by
 
 __all__ = [
     "BodyInstance",
     "BodyTemplate",
+    "DefinedNames",
     "Renaming",
     "defined_names",
     "end_of_round",
@@ -43,7 +44,7 @@ class BodyTemplate:
     def __init__(self, control: str, nodes: Sequence[Node]) -> None:
         self._control = control
         self._flat = [(node, node.make_slots(), place) for _, node, place in flatten(nodes, "")]
-        self._names = frozenset(defined_names(nodes))
+        self._names = defined_names(nodes)
         self._last_reads: dict[Slot, frozenset[str]] = {}
         """What each slot read in the last instance."""
 
@@ -62,7 +63,7 @@ class BodyTemplate:
         instances: list[BodyInstance] = []
         for node, slots, place in self._flat:
             renamed = node.renamed(renaming)
-            body = own if place is None else BodyRef(renaming.name(place.control), place.part)
+            body = own if place is None else BodyRef(renaming.node_id(place.control), place.part)
             renamed_slots = tuple(
                 _rename_slot(slot, node, renamed, renaming, self._reads(slot, renaming))
                 for slot in slots
@@ -94,18 +95,11 @@ class BodyTemplate:
         return [node.id for node, _, place in self._flat if place is None]
 
 
-def defined_names(nodes: Sequence[Node]) -> set[str]:
-    """Return the nodes and variables that nodes define at any depth.
-
-    Names derived from these (decisions, first values of carried variables) are renamed with them.
-    """
-    names: set[str] = set()
-    for node in nodes:
-        names.add(node.id)
-        names.update(node.defined_variables())
-        for body in node.bodies():
-            names |= defined_names(body.nodes)
-    return names
+def defined_names(nodes: Sequence[Node]) -> DefinedNames:
+    """Return the nodes and variables that nodes define at any depth."""
+    found = [node for _, node in walk(nodes, "")]
+    variables = (name for node in found for name in node.defined_variables())
+    return DefinedNames(frozenset(node.id for node in found), frozenset(variables))
 
 
 def _rename_slot(

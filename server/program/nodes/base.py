@@ -214,9 +214,9 @@ class Node(
         """Return the node as part of an instance, without bodies that the graph has flattened."""
         return msgspec.structs.replace(
             self,
-            id=renaming.name(self.id),
+            id=renaming.node_id(self.id),
             job=renaming.job(self.job),
-            after=[renaming.name(other) for other in self.after] if self.after else self.after,
+            after=[renaming.node_id(other) for other in self.after] if self.after else self.after,
             when=self.when if self.when is UNSET else renaming.reference(self.when),
             **self._renamed_fields(renaming),
         )

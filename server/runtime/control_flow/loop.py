@@ -179,7 +179,7 @@ def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
         node,
         index,
         renaming,
-        [renaming.name(node_id) for node_id in template.node_ids],
+        [renaming.node_id(node_id) for node_id in template.node_ids],
         is_last=_is_last(state, node, index),
     )
     return state.grow([*_instances(state, node, index), end])

@@ -13,7 +13,12 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import evaluate, variables
 from conure.server.program.graph import extension
 from conure.server.program.graph.graph import Graph
-from conure.server.program.graph.instances import BodyTemplate, Renaming, item_expression
+from conure.server.program.graph.instances import (
+    BodyTemplate,
+    DefinedNames,
+    Renaming,
+    item_expression,
+)
 from conure.server.program.ir import AnyNode, Append, GenerateNode, Submission
 
 from ...inprocess import client, expr, generate, insert, var
@@ -380,10 +385,20 @@ def test_an_instance_computes_the_template_expression(expression: Json) -> None:
     """With `made` renamed and `item` replaced, the value in the renamed scope is the same."""
     docs = ["d0", "d1"]
     meant = evaluate(expression, {"made": "M", "item": "d1", "docs": docs, "free": "F"})
-    renaming = Renaming(frozenset({"made"}), ".1", {"item": item_expression("docs", 1)})
+    renaming = Renaming(
+        DefinedNames(variables=frozenset({"made"})), ".1", {"item": item_expression("docs", 1)}
+    )
     renamed = renaming.expression(expression)
     assert evaluate(renamed, {"made.1": "M", "docs": docs, "free": "F"}) == meant
     assert not variables(renamed) & {"made", "item"}
+
+
+def test_a_node_and_an_outer_variable_may_have_one_name() -> None:
+    graph = build(map_(expr("q", {"concat": [var("q"), var("x")]}, "made")))
+    template = BodyTemplate("m", graph.nodes["m"].body)  # type: ignore[union-attr]
+    (instance,) = template.instantiate("1", ".1", {"x": item_expression("docs", 1)})
+    (slot,) = instance.slots
+    assert (instance.node.id, slot.reads, slot.writes) == ("q.1", {"q", "docs"}, ("made.1",))
 
 
 def test_an_instance_renames_every_field() -> None:
