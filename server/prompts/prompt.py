@@ -32,6 +32,30 @@ _SPLICED_ROLES: Final = frozenset(
 """Roles of messages in values. In a program's own messages any word is allowed."""
 MAX_MESSAGES: Final = 100_000
 """Messages of a chat with splices: a list may be spliced several times."""
+MAX_CHARS: Final = 128 * 1024 * 1024
+"""Characters of a prompt, more than any model's context: a value may be read many times."""
+
+
+class PromptLength:
+    """Counts the characters of a prompt while it is rendered."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+
+    def add(self, num_chars: int, path: str) -> None:
+        """Add the characters of a part.
+
+        Raises:
+            PromptError: `prompt.too_long` if the prompt has more than `MAX_CHARS`.
+        """
+        self._num_chars += num_chars
+        if self._num_chars > MAX_CHARS:
+            raise PromptError(
+                "prompt.too_long",
+                f"More than {MAX_CHARS:,} characters in one prompt; insert shorter values, or "
+                "insert them less often.",
+                path=path,
+            )
 
 
 class RenderedPrompt(NamedTuple):
@@ -78,12 +102,16 @@ def render_slot(
         segments: the indices of the part's segments, if `slot_segments` has found them.
 
     Raises:
-        PromptError: `engine.unsupported_part` for a multimodal segment.
+        PromptError: `engine.unsupported_part` for a multimodal segment; `prompt.too_long` if the
+            part has more than `MAX_CHARS` characters.
         ExpressionError: if an expression fails on the values.
     """
     assert node.prompt is not UNSET
+    length = PromptLength()
     pieces = [
-        _render_segment(node.prompt[index], values, f"nodes.{node.id}.prompt[{index}]", budget)
+        _render_segment(
+            node.prompt[index], values, f"nodes.{node.id}.prompt[{index}]", budget, length
+        )
         for index in (slot_segments(node)[slot] if segments is None else segments)
     ]
     ends: list[int] = []
@@ -110,25 +138,26 @@ def render_chat(
 
     Raises:
         PromptError: `prompt.splice` if a spliced value is not a message; `prompt.too_long` if the
-            splices give too many messages; otherwise as `ChatTemplate.render` and `render_slot`.
+            splices give too many messages, or all messages too many characters; otherwise as
+            `ChatTemplate.render` and `render_slot`.
         ExpressionError: if an expression fails on the values.
     """
     assert node.messages is not UNSET
     messages: list[TemplateMessage] = []
     last_segments: list[int] = []
     """Index of the last template segment before each boundary."""
-    num_segments = 0
+    num_segments, length = 0, PromptLength()
     for index, message in enumerate(node.messages):
         path = f"nodes.{node.id}.messages[{index}]"
         if message.splice is not UNSET:
             value = _spliced_value(message.splice, values, budget)
             _check_count(len(messages) + (len(value) if isinstance(value, list) else 1), path)
-            spliced = _read_splice(value, f"{path}.splice")
+            spliced = _read_splice(value, f"{path}.splice", length)
             messages += spliced
             num_segments += sum(len(each.content) for each in spliced)
             last_segments.append(num_segments - 1)
         else:
-            rendered = _render_message(message, values, path, budget)
+            rendered = _render_message(message, values, path, budget, length)
             messages.append(rendered)
             last_segments += range(num_segments, num_segments + len(rendered.content))
             num_segments += len(rendered.content)
@@ -143,10 +172,15 @@ def render_chat(
 
 
 def _render_segment(
-    segment: Segment, values: Mapping[str, Json], path: str, budget: WorkBudget | None
+    segment: Segment,
+    values: Mapping[str, Json],
+    path: str,
+    budget: WorkBudget | None,
+    length: PromptLength,
 ) -> PromptPiece:
     """Return a text or input segment as a piece."""
     if segment.text is not UNSET:
+        length.add(len(segment.text), path)
         return PromptPiece(segment.text, segment.special)
     if segment.part is not UNSET:
         raise _unsupported_part(path)
@@ -158,11 +192,17 @@ def _render_segment(
             value = evaluate(input_expression(segment.input), values, budget=budget)
         except ConureError as error:
             raise _at(error, f"{path}.input") from error
-    return PromptPiece(render_value(value), special=False)
+    text = render_value(value)
+    length.add(len(text), path)
+    return PromptPiece(text, special=False)
 
 
 def _render_message(
-    message: Message, values: Mapping[str, Json], path: str, budget: WorkBudget | None
+    message: Message,
+    values: Mapping[str, Json],
+    path: str,
+    budget: WorkBudget | None,
+    length: PromptLength,
 ) -> TemplateMessage:
     """Return a message of the program. Its text never yields special tokens, even if marked
     special.
@@ -173,7 +213,7 @@ def _render_message(
         content = tuple(
             [
                 PromptPiece(
-                    _render_segment(each, values, f"{path}.content[{i}]", budget).text,
+                    _render_segment(each, values, f"{path}.content[{i}]", budget, length).text,
                     special=False,
                 )
                 for i, each in enumerate(message.content)
@@ -210,15 +250,21 @@ def _check_count(num_messages: int, path: str) -> None:
         )
 
 
-def _read_splice(value: Json, path: str) -> list[TemplateMessage]:
+def _read_splice(value: Json, path: str, length: PromptLength) -> list[TemplateMessage]:
     """Return the messages of a spliced value: one message or a list of messages.
 
     Raises:
-        PromptError: `prompt.splice` if the value is neither.
+        PromptError: `prompt.splice` if the value is neither; `prompt.too_long`.
     """
     if isinstance(value, list):
-        return [_read_message(each, f"{path}[{index}]") for index, each in enumerate(value)]
-    return [_read_message(value, path)]
+        messages = [_read_message(each, f"{path}[{index}]") for index, each in enumerate(value)]
+    else:
+        messages = [_read_message(value, path)]
+    for message in messages:
+        length.add(sum(len(piece.text) for piece in message.content), path)
+        if message.tool_calls is not None:
+            length.add(len(msgspec.json.encode(message.tool_calls)), path)
+    return messages
 
 
 def _read_message(value: Json, path: str) -> TemplateMessage:

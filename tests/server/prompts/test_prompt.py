@@ -188,6 +188,38 @@ def test_splices_of_too_many_messages_are_refused_unread(monkeypatch: pytest.Mon
     assert num_read == 90
 
 
+CALLED: Json = {
+    "role": "assistant",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "f", "arguments": '{"a":"12345678"}'}}
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: render_slot(node(prompt=[{"input": "v"}] * 1_000 + [{"output": "o"}]), 0, LONG),
+        lambda: render_chat(
+            chat({"role": "user", "content": [{"input": "v"}] * 1_000}), LONG, TEMPLATE
+        ),
+        lambda: render_chat(chat(*[{"splice": "m"}] * 1_000), LONG, TEMPLATE),
+        lambda: render_chat(chat(*[{"splice": "c"}] * 1_000), LONG, TEMPLATE),
+    ],
+    ids=["prompt", "content", "splices", "tool calls"],
+)
+def test_values_of_too_many_characters_are_refused_before_they_are_joined(
+    make: Callable[[], RenderedPrompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MAX_CHARS", 2_000)
+    with pytest.raises(PromptError, match="More than 2,000 characters") as caught:
+        make()
+    assert caught.value.code == "prompt.too_long"
+
+
+LONG: Json = {"v": ["x" * 20], "m": {"role": "user", "content": "x" * 20}, "c": CALLED}
+
+
 def test_spliced_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}]
     spliced = {"role": "user", "content": parts}
