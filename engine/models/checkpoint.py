@@ -13,6 +13,7 @@ missing or damaged), `model.unsupported` (another file format, or too small a vo
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -106,7 +107,8 @@ def read_dummy(path: str) -> Checkpoint:
         EngineError: `model.not_found` or `model.invalid` if the config is missing or
             damaged; `model.unsupported` if its vocabulary is too small.
     """
-    found = Path(path).expanduser().resolve()
+    # Not resolved: a file in the cache of the Hub is a link, and its tokenizer is next to the link.
+    found = Path(os.path.abspath(Path(path).expanduser()))
     if not found.exists():
         raise EngineError("model.not_found", f"config {path!r} does not exist")
     file = found / "config.json" if found.is_dir() else found

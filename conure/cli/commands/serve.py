@@ -86,6 +86,8 @@ def loading(config: Config) -> str:
     """Return a line for the time until the server listens, which is long for a large model."""
     if config.engine == "fake":
         return "Starting ..."
+    if config.dummy_weights is not None:
+        return f"Making random weights for {config.dummy_weights} ..."
     if config.model is None:
         return "Loading the built-in model ..."
     if Path(config.model).exists():

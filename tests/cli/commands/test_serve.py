@@ -319,6 +319,8 @@ def test_the_wait_for_a_model_is_explained(tmp_path: Path) -> None:
         model: command.loading(Config(data=tmp_path, model=model))
         for model in (None, str(tmp_path), str(empty), "org/name")
     }
+    random = command.loading(Config(data=tmp_path, dummy_weights=str(tmp_path)))
+    assert random == f"Making random weights for {tmp_path} ..."
     assert lines == {
         None: "Loading the built-in model ...",
         str(tmp_path): f"Loading {tmp_path}, 0.1 GB ...",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conure.engine import framing
 from conure.engine.config import EngineConfig
 from conure.engine.framing import FrameSocket
-from conure.engine.models import checkpoint, weights
+from conure.engine.models import builtin, checkpoint, weights
 from conure.engine.protocol import EngineError, SamplingParams
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
@@ -55,6 +55,15 @@ def test_folder_equals_the_dummy_model(name: str, dtype: str, tmp_path: Path) ->
     for key, tensor in made.items():
         assert tensor.dtype == read[key].dtype
         assert torch.equal(tensor, read[key])
+
+
+def test_tokenizer_beside_a_linked_config_is_used(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        (tmp_path / "blobs" / f"blob-{name}").write_bytes((builtin.FOLDER / name).read_bytes())
+        (tmp_path / name).symlink_to(tmp_path / "blobs" / f"blob-{name}")
+    found = checkpoint.read_dummy(str(tmp_path / "config.json"))
+    assert found.tokenizer_json == (builtin.FOLDER / "tokenizer.json").read_text("utf-8")
 
 
 def test_seed_does_not_touch_global_random_state(
