@@ -14,6 +14,10 @@ BATCH = 100
 """Programs that are deleted in one transaction."""
 MIN_BATCH = 10
 """Programs that are deleted at least if the journal is too large."""
+MAX_PART = 2_000
+"""The most pages that are given back in one transaction: 8 MB of the write-ahead log."""
+MAX_SEARCHED = 100_000_000
+"""The most entries of the list of free pages that are searched in one transaction."""
 _CHILDREN = ("event", "value", "appended", "ending", "unfinished", "watched")
 """Tables whose rows refer to a program."""
 
@@ -59,9 +63,13 @@ def find_expired(
 def used_bytes(connection: sqlite3.Connection) -> int:
     """Return the bytes of the journal's pages that are in use."""
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
-    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
     (size,) = connection.execute("PRAGMA page_size").fetchone()
-    return int((pages - free) * size)
+    return int((pages - _count_free(connection)) * size)
+
+
+def _count_free(connection: sqlite3.Connection) -> int:
+    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    return int(free)
 
 
 def compact(connection: sqlite3.Connection) -> None:
@@ -88,9 +96,17 @@ def erase_programs(connection: sqlite3.Connection, programs: Sequence[str]) -> N
     connection.execute("COMMIT")
 
 
-def give_back_space(connection: sqlite3.Connection) -> None:
-    """Return unused pages to the disk.
+def give_back_space(connection: sqlite3.Connection) -> bool:
+    """Return some unused pages to the disk, in one transaction; return whether more can follow.
 
-    A journal that was created without incremental vacuum keeps them until `compact` rewrites it.
+    SQLite searches the list of free pages for most pages that it gives back, so a transaction gives
+    back fewer pages if the list is long. A journal that was created without incremental vacuum
+    keeps its unused pages until `compact` rewrites it.
     """
-    connection.execute("PRAGMA incremental_vacuum").fetchall()
+    num_free = _count_free(connection)
+    if num_free == 0:
+        return False
+    num_pages = min(MAX_PART, max(1, MAX_SEARCHED // num_free))
+    # The statement returns a row without columns per page. `execute` ends it after the first row.
+    connection.executescript(f"PRAGMA incremental_vacuum({num_pages})")
+    return 0 < _count_free(connection) < num_free

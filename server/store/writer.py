@@ -116,7 +116,8 @@ class JournalWriter:
         """Table and row id of the last row of the commit in progress."""
         self._has_log = True
         """Whether commits may have come since the last checkpoint."""
-        self._has_unused_space = False
+        self._has_unused_space = True
+        """Whether the journal may have unused pages that can be given back to the disk."""
         self._resolved = resolved
         self._queue: queue.SimpleQueue[WriteBatch | None] = queue.SimpleQueue()
         self._is_closing = False
@@ -202,11 +203,12 @@ class JournalWriter:
                 continue
             self.busy_since = now
             failure = self._try_commit(group)
-            self.busy_since = None
             if failure is None:
                 self._report_health(None)
                 self._resolve(group)
                 self._checkpoint_if_large()
+            self.busy_since = None
+            if failure is None:
                 return
             self._report_health(failure)
             group += self._drain()
@@ -366,14 +368,23 @@ class JournalWriter:
             self.checkpoint()
 
     def _tidy_up(self) -> None:
-        """Use an idle moment: give back space and empty the logs."""
-        if self._has_unused_space:
-            self._has_unused_space = False
+        """Use an idle moment: empty the logs, and give back space until a batch arrives.
+
+        No space is given back while a reader uses the write-ahead log, which would take all moved
+        pages.
+        """
+        self.busy_since = time.monotonic()
+        self.checkpoint()
+        while self._has_unused_space and not self._has_log and self._queue.empty():
+            self.busy_since = time.monotonic()
             try:
-                give_back_space(self._connection)
+                self._has_unused_space = give_back_space(self._connection)
             except sqlite3.OperationalError as error:
                 logger.warning("unused space was not given back: %s", error)
-        self.checkpoint()
+                break  # The next idle moment after a write tries again.
+            self._has_log = True
+            self.checkpoint()
+        self.busy_since = None
 
     def checkpoint(self) -> None:
         """Move the write-ahead log to the main file, and empty both logs if no reader uses them.
