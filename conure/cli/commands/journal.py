@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from conure.server.config import default_data_folder
-from conure.server.store.damage.background_check import DAMAGED
+from conure.server.store.damage.background_check import DAMAGED, FINDING
 from conure.server.store.damage.commit_log import COMMIT_LOG_NAME
 from conure.server.store.damage.integrity import JournalReport, inspect
 from conure.server.store.database import (
@@ -88,26 +88,35 @@ def check(folder: Path, *, as_json: bool) -> bool:
         CommandError: if there is no journal, or it cannot be read.
     """
     _check_exists(folder)
+    shown: list[str] = []
+
+    def show(finding: str) -> None:
+        shown.append(finding)
+        if not as_json:
+            _print(f"{FINDING}{finding}")
+            sys.stdout.flush()  # the rest of the check takes long, and may not finish
+
     try:
         check_file(folder)
-        report = inspect(folder, is_thorough=True)
+        report = inspect(folder, is_thorough=True, on_finding=show)
     except (JournalError, OSError) as error:
         raise CommandError(str(error)) from error
     if as_json:
         _print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
-        _print(_described(report))
+        _print(_described(report, shown))
     return report.is_intact
 
 
-def _described(report: JournalReport) -> str:
+def _described(report: JournalReport, shown: Sequence[str]) -> str:
+    """Return the lines of a report without the findings that were shown."""
     if report.is_intact:
         lines = [f"intact: {report.num_programs} programs, {report.num_records} records"]
         if report.num_unchecked:
             lines.append(f"{report.num_unchecked} records of older versions have no checksum")
         return "\n".join(lines)
-    lines = [f"{DAMAGED}{report.summary}"]
-    lines += [f"finding: {finding}" for finding in report.findings]
+    lines = [f"{FINDING}{finding}" for finding in report.findings if finding not in shown]
+    lines.append(f"{DAMAGED}{report.summary}")
     lines += [f"lost: {id_}" for id_ in report.lost]
     lines += [f"{DAMAGED}{id_}" for id_ in report.damaged]
     lines += [f"trace: {id_}" for id_ in report.traces]

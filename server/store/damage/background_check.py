@@ -12,9 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 FAILED = 1
-"""Exit status of a check that found damage, or could not read the journal."""
+"""Exit status of a check that could not read the journal."""
+FINDING = "finding: "
+"""How the first lines of a check begin that found damage."""
 DAMAGED = "damaged: "
-"""How a check that found damage begins."""
+"""How the summary of a check begins that found damage."""
 UNREADABLE = "conure: "
 """How the error of a check begins that could not read the journal."""
 
@@ -22,7 +24,8 @@ UNREADABLE = "conure: "
 async def check_journal(journal: Journal) -> None:
     """Check all records of an open journal; log damage and make the journal not healthy.
 
-    A check that does not finish says nothing about the journal: the log gets its reason.
+    A check that does not finish and has found nothing says nothing about the journal: the log gets
+    its reason.
     """
     command = ("nice", "-n", "19", sys.executable, "-m", "conure.cli.main", "journal", "check")
     try:
@@ -44,8 +47,8 @@ async def check_journal(journal: Journal) -> None:
         await process.wait()
         raise
     found, errors = (output.decode("utf-8", "replace").strip() for output in outputs)
-    if process.returncode == FAILED and found.startswith(DAMAGED):
-        summary = found.removeprefix(DAMAGED).partition("\n")[0]
+    if found.startswith((FINDING, DAMAGED)):
+        summary = _summary_of(found.splitlines())
     elif process.returncode == FAILED and errors.startswith(UNREADABLE):
         summary = errors.removeprefix(UNREADABLE)
     else:
@@ -54,3 +57,11 @@ async def check_journal(journal: Journal) -> None:
         return
     logger.error("the journal is damaged: %s", summary)
     journal.report_damage(summary)
+
+
+def _summary_of(lines: list[str]) -> str:
+    """Return the summary of a check that found damage; without one, its findings."""
+    summary = next((line for line in lines if line.startswith(DAMAGED)), None)
+    if summary is not None:
+        return summary.removeprefix(DAMAGED)
+    return "; ".join(line.removeprefix(FINDING) for line in lines)

@@ -5,14 +5,15 @@ file. Only if something is wrong, every row is read on its own (`survey`), to na
 that are lost or damaged.
 
 Invariants: a program is reported as kept only if all of its records are readable and match their
-checksums. A program that may lack a record is reported as damaged.
+checksums. A program that may lack a record is reported as damaged. The memory of a check grows with
+the number of programs, not with the size of the file.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from ..checksums import (
 from ..database import FILE_NAME, migrate, newest_version, open_reader
 from ..records import JournalError
 from .commit_log import COMMIT_LOG_NAME, CommitLosses, find_losses
+from .row_ids import RowIds
 
 MAX_START_CHECK_BYTES = 64 * 1024 * 1024
 """Larger journals are not checked as a whole when a server starts."""
@@ -40,7 +42,10 @@ MAX_PROBES = 100_000
 """Row ids that are tried between two readable parts of a table."""
 READABLE_NAME = "readable.sqlite3"
 """The new journal of a salvage, in the folder of the damaged files, before it replaces them."""
+BLOCK_BYTES = 1024 * 1024
+"""Bytes of a file that are searched at once."""
 _PROGRAM_ID = re.compile(rb"p_[0-9a-f]{24}")
+_ID_LEN = 26
 _TREE = re.compile(r"[Tt]ree (\d+)")
 
 
@@ -100,7 +105,7 @@ class Survey(NamedTuple):
     num_records: int
     num_unchecked: int
     findings: list[str]
-    evidence: dict[str, dict[int, Any]]
+    evidence: dict[str, RowIds]
     """The row ids in the index of each table."""
 
 
@@ -153,12 +158,19 @@ def row_checksum(table: str, program: str, row: Any) -> int:
 # --- the check ----------------------------------------------------------------------------
 
 
-def inspect(folder: Path, *, is_thorough: bool | None = None) -> JournalReport:
+def inspect(
+    folder: Path,
+    *,
+    is_thorough: bool | None = None,
+    on_finding: Callable[[str], None] = lambda _: None,
+) -> JournalReport:
     """Check the journal in a data folder.
 
     Args:
         folder: the data folder.
         is_thorough: check all records; None decides by the size of the file.
+        on_finding: receives what is wrong with the files before every row is read on its own,
+            which takes long.
 
     Raises:
         JournalError: `store.unusable` if the file is another program's or a newer version's.
@@ -174,7 +186,9 @@ def inspect(folder: Path, *, is_thorough: bool | None = None) -> JournalReport:
     try:
         with closing(open_reader(folder)) as connection:
             version = _check_owner(connection, path)
-            return _inspect_open(folder, connection, version, is_thorough=is_thorough)
+            return _inspect_open(
+                folder, connection, version, is_thorough=is_thorough, on_finding=on_finding
+            )
     except sqlite3.OperationalError as error:
         raise JournalError("store.unusable", f"cannot read journal {path}: {error}") from error
     except sqlite3.DatabaseError as error:
@@ -190,7 +204,12 @@ def interrupted_salvage(folder: Path) -> Path | None:
 
 
 def _inspect_open(
-    folder: Path, connection: sqlite3.Connection, version: int, *, is_thorough: bool
+    folder: Path,
+    connection: sqlite3.Connection,
+    version: int,
+    *,
+    is_thorough: bool,
+    on_finding: Callable[[str], None],
 ) -> JournalReport:
     if version == 0:
         return JournalReport()
@@ -210,6 +229,8 @@ def _inspect_open(
             return JournalReport(num_programs=num, is_thorough=False)
     except sqlite3.DatabaseError as error:
         findings.append(f"the structure of {FILE_NAME} is damaged: {error}")
+    for finding in findings:
+        on_finding(finding)
     return _report_damage(folder, survey(connection), losses, findings)
 
 
@@ -306,20 +327,17 @@ def _report_damage(
 ) -> JournalReport:
     losses = losses or CommitLosses()
     kept = set(found.programs.values())
-    damaged = [id_ for number, id_ in found.programs.items() if number in found.damaged]
-    damaged += [
-        id_ for id_ in (*losses.accepted, *losses.changed) if id_ in kept and id_ not in damaged
-    ]
-    lost = list(dict.fromkeys([*found.lost, *losses.accepted]))
-    lost += [id_ for id_ in losses.changed if id_ not in kept and id_ not in lost]
-    lost = [id_ for id_ in lost if id_ not in kept]
+    damaged = [found.programs[number] for number in sorted(found.damaged)]
+    damaged += [id_ for id_ in (*losses.accepted, *losses.changed) if id_ in kept]
+    lost = [id_ for id_ in (*found.lost, *losses.accepted, *losses.changed) if id_ not in kept]
+    lost = list(dict.fromkeys(lost))
     is_unreadable = bool(found.findings) or any("structure" in each for each in findings)
     return JournalReport(
         num_programs=len(found.programs),
         num_records=found.num_records,
         num_unchecked=found.num_unchecked,
         lost=lost,
-        damaged=damaged,
+        damaged=list(dict.fromkeys(damaged)),
         traces=find_traces(folder, kept | set(lost)) if is_unreadable else [],
         findings=[*findings, *found.findings],
     )
@@ -331,9 +349,18 @@ def find_traces(folder: Path, known: set[str]) -> list[str]:
     for name in (FILE_NAME, f"{FILE_NAME}-wal"):
         path = folder / name
         if path.exists():
-            for found in _PROGRAM_ID.findall(path.read_bytes()):
-                traces[found.decode()] = None
-    return [id_ for id_ in traces if id_ not in known]
+            traces.update((id_, None) for id_ in _ids_in(path) if id_ not in known)
+    return list(traces)
+
+
+def _ids_in(path: Path) -> Iterator[str]:
+    end = b""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            content = end + block
+            for found in _PROGRAM_ID.findall(content):
+                yield found.decode()
+            end = content[-(_ID_LEN - 1) :]  # the beginning of an id that the next block completes
 
 
 # --- the survey ---------------------------------------------------------------------------
@@ -352,11 +379,11 @@ def survey(connection: sqlite3.Connection) -> Survey:
     findings: list[str] = []
     num_records = num_unchecked = 0
     suspects = _damaged_objects(connection)
-    all_evidence: dict[str, dict[int, Any]] = {}
+    all_evidence: dict[str, RowIds] = {}
     for table in TABLES:
         evidence, gap = _index_evidence(connection, table)
         all_evidence[table.name] = evidence
-        good: set[int] = set()
+        good = RowIds()
         is_complete = table.name not in suspects
         for rowid, row in readable_rows(connection, table, evidence):
             if rowid is None:
@@ -373,12 +400,12 @@ def survey(connection: sqlite3.Connection) -> Survey:
             num_unchecked += row[-1] is None
         if not is_complete:
             findings.append(f"parts of the table {table.name} are unreadable")
-        missing = [(rowid, owner) for rowid, owner in evidence.items() if rowid not in good]
+        missing = _missing_owners(connection, table, good)
         if table.name == "program":
             known = set(programs.values())
-            lost += [str(owner) for _, owner in missing if str(owner) not in known]
+            lost += [str(owner) for owner in missing if str(owner) not in known]
         else:
-            damaged.update(int(owner) for _, owner in missing)
+            damaged.update(owner for owner in missing if isinstance(owner, int))
             if gap is not None and not is_complete:
                 low, high = gap
                 damaged.update(number for number in programs if low <= number <= high)
@@ -431,30 +458,26 @@ def _damaged_objects(connection: sqlite3.Connection) -> set[str]:
 
 def _index_evidence(
     connection: sqlite3.Connection, table: _Table
-) -> tuple[dict[int, Any], tuple[int, float] | None]:
-    """Return the owner of each row that the index names, and the gap in the index, if any.
-
-    The owner is a number of a program; of a row of `program`, its id. The gap is a range of
-    program numbers.
+) -> tuple[RowIds, tuple[int, float] | None]:
+    """Return the rows that the index names, and the gap in the index, if any: a range of program
+    numbers.
     """
-    owner = "id" if table.name == "program" else "program"
-    query = f"SELECT {table.key}, {owner} FROM {table.name} INDEXED BY {table.covering_index}"
-    order = "id" if table.name == "program" else f"program{_second_column(table)}"
-    evidence: dict[int, Any] = {}
+    evidence = RowIds()
     last: Any = None
     try:
-        for rowid, owner_of_row in connection.execute(f"{query} ORDER BY {order}"):
-            evidence[rowid] = last = owner_of_row
+        for rowid, owner in _index_entries(connection, table):
+            evidence.add(rowid)
+            last = owner
         return evidence, None
     except sqlite3.DatabaseError:
         pass
     first: Any = None
-    backwards = order.replace(",", " DESC,") + " DESC"
     try:
-        for rowid, owner_of_row in connection.execute(f"{query} ORDER BY {backwards}"):
+        for rowid, owner in _index_entries(connection, table, is_backwards=True):
             if rowid in evidence:
                 break
-            evidence[rowid] = first = owner_of_row
+            evidence.add(rowid)
+            first = owner
     except sqlite3.DatabaseError:
         pass
     if table.name == "program":
@@ -462,16 +485,47 @@ def _index_evidence(
     return evidence, (last or 0, float("inf") if first is None else first)
 
 
+def _missing_owners(connection: sqlite3.Connection, table: _Table, good: RowIds) -> list[Any]:
+    """Return the owners of the rows that the index names and that are not good, each once."""
+    owners: dict[Any, None] = {}
+    for is_backwards in (False, True):
+        try:
+            for rowid, owner in _index_entries(connection, table, is_backwards=is_backwards):
+                if rowid not in good:
+                    owners[owner] = None
+            break
+        except sqlite3.DatabaseError:
+            continue
+    return list(owners)
+
+
+def _index_entries(
+    connection: sqlite3.Connection, table: _Table, *, is_backwards: bool = False
+) -> Iterator[tuple[int, Any]]:
+    """Yield the row id of each row that the index names, and its owner.
+
+    The owner is a number of a program; of a row of `program`, its id.
+    """
+    owner = "id" if table.name == "program" else "program"
+    order = owner + _second_column(table)
+    if is_backwards:
+        order = order.replace(",", " DESC,") + " DESC"
+    yield from connection.execute(
+        f"SELECT {table.key}, {owner} FROM {table.name} INDEXED BY {table.covering_index} "
+        f"ORDER BY {order}"
+    )
+
+
 def _second_column(table: _Table) -> str:
     return {"value": ", variable", "event": ", seq", "appended": ", position"}.get(table.name, "")
 
 
 def readable_rows(
-    connection: sqlite3.Connection, table: _Table, evidence: dict[int, Any]
+    connection: sqlite3.Connection, table: _Table, evidence: RowIds
 ) -> Iterator[tuple[int | None, Any]]:
     """Yield every readable row with its row id; `(None, ())` once for unreadable parts.
 
-    Reads forwards to the first unreadable page and backwards to the last one, and then tries the
+    Reads forwards to the first unreadable page, then backwards to the last one, and then tries the
     row ids in between.
     """
     columns = _stored_columns(connection, table)
@@ -485,21 +539,15 @@ def readable_rows(
     except sqlite3.DatabaseError:
         yield None, ()
     high: int | None = None
-    upper: list[tuple[int, Any]] = []
     try:
         above = f"{query} WHERE {table.key} > ? ORDER BY {table.key} DESC"
         for rowid, *row in connection.execute(above, (low,)):
             high = rowid
-            upper.append((rowid, row))
+            yield rowid, row
     except sqlite3.DatabaseError:
         pass
-    yield from reversed(upper)
-    if evidence:
-        between = [each for each in evidence if each > low and (high is None or each < high)]
-    else:
-        end = low + MAX_PROBES if high is None else min(high, low + MAX_PROBES)
-        between = list(range(low + 1, end))
-    for rowid in between:
+    end = low + MAX_PROBES if high is None else min(high, low + MAX_PROBES)
+    for rowid in evidence.between(low, high) if evidence else range(low + 1, end):
         try:
             found = connection.execute(f"{query} WHERE {table.key} = ?", (rowid,)).fetchone()
         except sqlite3.DatabaseError:

@@ -36,7 +36,9 @@ async def test_an_intact_journal_stays_healthy(
 @pytest.mark.parametrize(
     "commands",
     [
-        "echo warning >&2; echo 'damaged: 1 lost: p_after'; echo more; exit 1",
+        "echo warning >&2; echo 'finding: a page'; echo 'damaged: 1 lost: p_after'; exit 1",
+        "echo 'damaged: 1 lost: p_after'; echo 'damaged: p_other'; exit 1",
+        "echo 'finding: 1 lost: p_after'; kill -9 $$",
         "echo 'conure: 1 lost: p_after' >&2; exit 1",
     ],
 )

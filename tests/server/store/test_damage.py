@@ -8,13 +8,14 @@ import os
 import random
 import shutil
 import sqlite3
+import tracemalloc
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from conure.server.program.errors import UnavailableError
-from conure.server.store.damage.integrity import inspect
+from conure.server.store.damage.integrity import find_traces, inspect
 from conure.server.store.database import RESERVE_NAME
 from conure.server.store.journal import DeleteRecord, Journal, JournalError, ProcedureRecord
 
@@ -133,6 +134,59 @@ async def test_program_stays_marked_in_a_second_recovery(tmp_path: Path) -> None
     await recovered.close()
     assert left.watch is not None
     assert left.watch.problem == "program.damaged"
+
+
+async def write_large_damaged(folder: Path) -> int:
+    """Write a journal whose first value has an unreadable page; return the size of the file."""
+    journal = Journal.open(folder)
+    for number in range(60):
+        id_ = f"p_{number:024x}"
+        await journal.append([program(id_), value(id_, "x", b"x" * 100_000), end(id_)])
+    await journal.close()
+    content = bytearray((folder / FILE).read_bytes())
+    start = content.index(b"x" * 4_000) // 4096 * 4096
+    content[start : start + 4096] = b"\xff" * 4096
+    (folder / FILE).write_bytes(content)
+    return len(content)
+
+
+async def test_the_check_of_a_damaged_journal_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = await write_large_damaged(tmp_path)
+    monkeypatch.setattr("conure.server.store.damage.integrity.BLOCK_BYTES", 4096)
+    tracemalloc.start()
+    report = inspect(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.damaged == [f"p_{0:024x}"]
+    assert report.num_programs == 60
+    assert peak < size / 4
+
+
+async def test_findings_are_reported_before_every_row_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write_large_damaged(tmp_path)
+
+    def killed(_: sqlite3.Connection) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conure.server.store.damage.integrity.survey", killed)
+    findings: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        inspect(tmp_path, on_finding=findings.append)
+    assert findings == [f"the structure of {FILE} is damaged"]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 25, 26, 4096])
+def test_traces_are_found_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("conure.server.store.damage.integrity.BLOCK_BYTES", block_bytes)
+    ids = [f"p_{number:024x}" for number in range(9)]
+    (tmp_path / FILE).write_text(f"{'..'.join(ids)}, {''.join(ids)}, {ids[0][:-1]}")
+    assert find_traces(tmp_path, {ids[4]}) == ids[:4] + ids[5:]
 
 
 async def test_damaged_record_is_an_error_and_not_a_value(tmp_path: Path) -> None:
