@@ -169,7 +169,7 @@ class Journal:
                 check_file(path)
                 if (aside := complete_salvage(path)) is not None:
                     logger.warning("completed the interrupted recovery to %s", aside)
-                report = inspect(path)
+                report = inspect(path, is_thorough=True if recover else None)
                 if not report.is_intact:
                     _handle_damage(path, report, recover=recover)
                 connection = open_writer(path)

@@ -164,6 +164,19 @@ async def test_the_check_of_a_damaged_journal_takes_little_memory(
     assert peak < size / 4
 
 
+async def test_recovery_checks_all_records_of_a_large_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conure.server.store.damage.integrity.MAX_START_CHECK_BYTES", 0)
+    await write_large_damaged(tmp_path)
+    journal = Journal.open(tmp_path)
+    assert journal.report.is_intact
+    await journal.close()
+    recovered = Journal.open(tmp_path, recover=True)
+    assert recovered.report.damaged == [f"p_{0:024x}"]
+    await recovered.close()
+
+
 async def test_findings_are_reported_before_every_row_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
