@@ -278,12 +278,39 @@ async def test_programs_are_searched_filtered_and_paged() -> None:
         await expect(rows).to_have_count(50)
         await page.get_by_role("button", name="Load older programs").click()
         await expect(rows).to_have_count(100)
+        for _ in range(3):
+            await submit(url, node, outputs=["x"], name="new")
+        await expect(rows).to_have_count(103)
         await page.get_by_label("Search programs").fill("p_12")
-        await expect(rows).to_have_count(2)
+        await expect(rows).to_have_count(5)
         await page.get_by_label("Search programs").fill("")
         await page.get_by_label("Failed").check(force=True)
         await expect(rows).to_have_count(1)
         await expect(rows).to_contain_text("p_8")
+
+
+async def test_a_poll_waits_for_the_answer_to_the_one_before() -> None:
+    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
+        await page.goto(url)
+        most = await page.evaluate(
+            """async () => {
+              const { repeat } = await import("/dashboard/js/polling.js");
+              let open = 0, most = 0, calls = 0;
+              await new Promise((done) => {
+                const polling = repeat(async () => {
+                  most = Math.max(most, ++open);
+                  await new Promise((answer) => setTimeout(answer, 20));
+                  open--;
+                  if (++calls < 4) return;
+                  polling.close();
+                  done();
+                }, 1);
+                polling.now();
+              });
+              return most;
+            }"""
+        )
+    assert most == 1
 
 
 async def test_the_playground_explains_runs_and_copies(tmp_path: Path) -> None:

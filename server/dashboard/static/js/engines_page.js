@@ -3,6 +3,7 @@
 import { readActivity, readEngines } from "./api.js";
 import { h, replace, setAttribute, setText, setVars, svg } from "./dom.js";
 import { count, number, percent } from "../model/format.js";
+import { repeat } from "./polling.js";
 
 const POLL_MS = 1000;
 const NUM_SAMPLES = 90;
@@ -37,9 +38,8 @@ export function open() {
     }
   }
 
-  poll();
-  const timer = setInterval(() => document.hidden || poll(), POLL_MS);
-  return { element, title: "Engines", close: () => { isClosed = true; clearInterval(timer); } };
+  const polling = repeat(poll, POLL_MS);
+  return { element, title: "Engines", close: () => { isClosed = true; polling.close(); } };
 }
 
 function engineCard(id) {

@@ -2,6 +2,7 @@
 
 import { readModels, request } from "./api.js";
 import { h, replace, setAttribute, setText } from "./dom.js";
+import { repeat } from "./polling.js";
 
 const PAGES = {
   programs: () => import("./programs_page.js"),
@@ -58,5 +59,4 @@ window.addEventListener("unhandledrejection", (event) => {
   replace(main, h("p", { class: "error", role: "alert" }, `${event.reason?.message ?? event.reason}`));
 });
 show();
-showServer();
-setInterval(() => document.hidden || showServer(), SERVER_POLL_MS);
+repeat(showServer, SERVER_POLL_MS);

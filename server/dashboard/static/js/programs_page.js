@@ -3,6 +3,8 @@
 import { listPrograms } from "./api.js";
 import { h, replace, setText } from "./dom.js";
 import { ago, between, duration, ENDED, number } from "../model/format.js";
+import { ProgramList } from "../model/program_list.js";
+import { repeat } from "./polling.js";
 import { setStatus, statusLabel } from "./status.js";
 
 const PAGE_SIZE = 50;
@@ -17,8 +19,8 @@ const FILTERS = [
 export function open() {
   const filter = { status: "", search: "" };
   const rows = new Map();
-  let older = [];
-  let next = null;
+  let list = new ProgramList();
+  let wantsOlder = false;
   let version = 0;
   let typing = null;
 
@@ -57,9 +59,10 @@ export function open() {
 
   function change(part) {
     Object.assign(filter, part);
-    older = [];
+    list = new ProgramList();
+    wantsOlder = false;
     version++;
-    return poll();
+    polling.now();
   }
 
   async function poll() {
@@ -67,21 +70,22 @@ export function open() {
     try {
       const page = await listPrograms({ ...filter, limit: PAGE_SIZE });
       if (mine !== version) return;
-      const shown = new Set(page.programs.map((program) => program.id));
-      if (!older.length) next = page.next;
-      show([...page.programs, ...older.filter((program) => !shown.has(program.id))]);
+      list.setFirst(page);
+      if (wantsOlder && list.next !== null) {
+        const older = await listPrograms({ ...filter, cursor: list.next, limit: PAGE_SIZE });
+        if (mine !== version) return;
+        list.addOlder(older);
+      }
+      wantsOlder = false;
+      show(list.programs);
     } catch (error) {
       setText(note, error.message);
     }
   }
 
-  async function loadOlder() {
-    const mine = version;
-    const page = await listPrograms({ ...filter, cursor: next, limit: PAGE_SIZE });
-    if (mine !== version) return;
-    older.push(...page.programs);
-    next = page.next;
-    await poll();
+  function loadOlder() {
+    wantsOlder = true;
+    polling.now();
   }
 
   function show(programs) {
@@ -94,7 +98,7 @@ export function open() {
     if (!same) replace(body, wanted);
     const kept = new Set(programs.map((program) => program.id));
     for (const id of rows.keys()) if (!kept.has(id)) rows.delete(id);
-    more.hidden = next === null;
+    more.hidden = list.next === null;
     const shown = `${number(programs.length)} program${programs.length === 1 ? "" : "s"} shown`;
     const none = filter.search || filter.status ? "No program matches." : "No programs yet.";
     setText(note, programs.length ? shown : none);
@@ -106,9 +110,8 @@ export function open() {
     return row;
   }
 
-  poll();
-  const timer = setInterval(() => document.hidden || poll(), POLL_MS);
-  return { element, title: "Programs", close: () => { clearInterval(timer); clearTimeout(typing); version++; } };
+  const polling = repeat(poll, POLL_MS);
+  return { element, title: "Programs", close: () => { polling.close(); clearTimeout(typing); version++; } };
 }
 
 function programRow(program) {
