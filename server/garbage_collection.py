@@ -5,8 +5,8 @@ collection with a program of 90,000 nodes. Here, objects that survived two colle
 objects are scanned once more and then frozen, so that the next collection does not scan them again.
 Ended programs need no collection: they have no reference cycles (`ProgramRun.break_cycles`).
 
-Frozen objects are scanned again only if there are many more than the live programs explain, so that
-most of them are garbage.
+Frozen objects are scanned again only if there are far more of them than live programs need: most
+are garbage then.
 
 Invariant: what a collection scans does not grow with the live programs.
 """

@@ -180,7 +180,9 @@ class _SnapshotCollector(Collector):
         yield from _pin_families(snapshot.pins)
         journal = snapshot.journal
         yield _gauge(
-            "conure_journal_healthy", "Whether the last commit succeeded.", journal.healthy
+            "conure_journal_healthy",
+            "Whether the journal can be read and written.",
+            journal.healthy,
         )
         yield _gauge(
             "conure_journal_pending", "Batches that are not durable yet.", journal.num_pending

@@ -34,7 +34,7 @@ class FleetOptions:
     hang_s: float = 120.0
     """Longest step: a step of a large model on a CPU takes many seconds."""
     freeze_s: float = 3.5
-    """Longest time without a heartbeat of a process that does not compute either."""
+    """The longest time that a process may neither send a heartbeat nor use processor time."""
 
 
 class Fleet:

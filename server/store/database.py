@@ -260,7 +260,7 @@ def _configure(connection: sqlite3.Connection, path: Path) -> None:
     if mode != "wal":
         raise JournalError(
             "store.unusable",
-            f"the file system of {path} does not support a write-ahead log (mode {mode});  "
+            f"the file system of {path} does not support a write-ahead log (mode {mode}); "
             "use a local disk",
         )
     for pragma in (

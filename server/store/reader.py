@@ -51,7 +51,9 @@ _VALUE = "v.variable, v.epoch, v.attempt, v.tokenizer_hash, v.token_ids, v.text,
 _EVENT = "e.seq, e.type, e.at, e.data, e.crc"
 _END = "status, finished_at, receipt, error, nodes, crc"
 _TRUNCATED = b'"truncated":true'
-"""In the event of a value whose text was cut off; the value itself may contain it, too."""
+"""Occurs in every event of a value that was cut off. Other values may contain these bytes by
+chance.
+"""
 
 
 class JournalReader:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 BATCH = 100
 """Programs that are deleted in one transaction."""
 MIN_BATCH = 10
-"""Programs that are deleted at least if the journal is too large."""
+"""The fewest programs that are deleted at a time if the journal is too large."""
 MAX_PART = 2_000
 """The most pages that are given back in one transaction: 8 MB of the write-ahead log."""
 MAX_SEARCHED = 100_000_000
@@ -36,8 +36,8 @@ def find_expired(
 ) -> tuple[str, ...]:
     """Return the ids of up to `BATCH` programs to delete, oldest end first.
 
-    Of a journal that is too large, these are as many as exceed the limit if all programs have the
-    mean size, at least `MIN_BATCH`.
+    If the journal is too large: as many as would have to go if all had the mean size, and at least
+    `MIN_BATCH`.
     """
     query = (
         "SELECT p.id FROM ending e JOIN program p ON p.number = e.program "

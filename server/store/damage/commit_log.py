@@ -136,7 +136,7 @@ def _read_line(raw: bytes) -> CommitLine | None:
 
 
 def _is_present(connection: sqlite3.Connection, line: CommitLine) -> bool:
-    """Whether a commit is in the journal. Where that cannot be read, it counts as lost."""
+    """Return whether a commit is in the journal; an unreadable one counts as lost."""
     try:
         return _find(connection, line)
     except sqlite3.DatabaseError:
