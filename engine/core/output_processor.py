@@ -108,8 +108,9 @@ class OutputProcessor:
         context.generation = generation
         if generation.end <= length:
             generation.finish_reason = FinishReason("length", None)
-            self._finish(context, generation)
-            return
+            if not context.fills:
+                self._finish(context, generation)
+                return
         context.generated_ranges.append([length, length])
         context.row.num_prompt = length
         context.row.token_counts = TokenCounts(length) if has_penalty(sampling) else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +163,17 @@ def test_fully_forced_output_finishes_after_its_prompt(
         end = outcome.finished
         assert (end.text, end.num_decoded, end.num_forced) == ("only this", 0, 9)
         assert end.constraint == "met"
+
+
+@pytest.mark.parametrize("constraint", [None, YES_NO, lark('start: ""'), AMBIGUOUS])
+def test_output_of_a_full_context_finishes_after_its_prompt(
+    harness_of: MakeHarness, constraint: str | None
+) -> None:
+    harness = harness_of(limits=msgspec.structs.replace(LIMITS, context_len=100))
+    for prompt in (b"0123456789" * 10, b"9876543210" * 10):  # the second grammar is cached
+        outcome = harness.call(constraint, prompt)
+        assert [type(r) for r in outcome.reports] == [protocol.Filled, protocol.Finished]
+        assert (outcome.finished.text, outcome.finished.num_decoded) == ("", 0)
 
 
 def test_empty_text_can_satisfy_a_grammar(harness_of: MakeHarness) -> None:
