@@ -149,8 +149,8 @@ def check_schema(schema: Any) -> None:
     """
     from jsonschema.exceptions import SchemaError
 
-    kind = _validator(schema)
     try:
+        kind = _validator(schema)
         kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
     except SchemaError as error:
         where = "".join(f"[{step!r}]" for step in error.absolute_path)
@@ -159,6 +159,13 @@ def check_schema(schema: Any) -> None:
         ) from None
     except RecursionError:
         raise EngineError("constraint.invalid", "the schema is nested too deeply") from None
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A `$schema` that is not a string, or a number in a pattern that is too large.
+        raise EngineError(
+            "constraint.invalid", _message(f"not a JSON schema: {error!r}")
+        ) from error
 
 
 def is_valid(schema: Any, text: str) -> bool:
@@ -179,6 +186,8 @@ def is_valid(schema: Any, text: str) -> bool:
     validator = _validator(schema)(schema, registry=Registry())
     try:
         return bool(validator.is_valid(value))
+    except MemoryError:
+        raise
     except Exception as error:
         # Dangling or circular references, among many other errors.
         raise EngineError(

@@ -163,7 +163,7 @@ class SandboxedGrammarCheck:
             return None
         raise EngineError(
             "constraint.too_complex",
-            f"compiling the constraint takes more than {self._setup.cpu_s:g} s or "
+            f"processing the constraint takes more than {self._setup.cpu_s:g} s or "
             f"{MEMORY_BYTES >> 20} MiB; make it smaller",
         )
 
@@ -202,6 +202,23 @@ class SandboxedGrammarCheck:
 
 
 def _reply(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
+    """Return the reply to a request.
+
+    Raises:
+        MemoryError: if the helper has no memory left. It ends then.
+    """
+    try:
+        return _check(tokenizer, request)
+    except EngineError as error:
+        return SandboxReply(code=error.code, message=error.message)
+    except MemoryError:
+        raise
+    except Exception as error:
+        message = f"the constraint cannot be processed: {error!r:.300}"
+        return SandboxReply(code="constraint.invalid", message=message)
+
+
+def _check(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
     from . import grammar
 
     compiled = grammar.compile_strict_or_relaxed(tokenizer, request.constraint)
@@ -238,10 +255,7 @@ def main() -> None:
     while (payload := _read(source, None)) is not None:
         # The signal of this timer ends the helper.
         signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
-        try:
-            reply = _reply(tokenizer, msgspec.msgpack.decode(payload, type=SandboxRequest))
-        except EngineError as error:
-            reply = SandboxReply(code=error.code, message=error.message)
+        reply = _reply(tokenizer, msgspec.msgpack.decode(payload, type=SandboxRequest))
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sink, msgspec.msgpack.encode(reply))
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from conure.engine.constraints import grammar
 from conure.engine.constraints.sandbox import (
     CPU_S,
     SandboxedGrammarCheck,
     SandboxRequest,
     _read,
+    _reply,
 )
 from conure.engine.protocol import EngineError
 
@@ -114,6 +116,9 @@ def test_unenforceable_schema_is_relaxed_and_validates_texts(
         ({"uniqueItems": True, "items": {"pattern": 5}}, "uniqueItems"),
         ({"not": {"pattern": "("}}, "regex"),
         ({"if": 5}, "5 is not of type"),
+        ({"not": {"pattern": "a{99999999999}"}}, "not a JSON schema: OverflowError"),
+        ({"$schema": 5, "uniqueItems": True}, "not a JSON schema: AttributeError"),
+        ({"$schema": [], "uniqueItems": True}, "not a JSON schema: TypeError"),
         ({"oneOf": "no list"}, ""),
     ],
 )
@@ -125,6 +130,22 @@ def test_relaxed_schema_must_be_a_valid_schema(
     assert error.code == "constraint.invalid"
     assert why in error.message
     assert sandbox.pid == before
+
+
+def test_unexpected_error_rejects_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [MemoryError(), ValueError("x" * 1_000)]
+
+    def fail(compiled: grammar.CompiledGrammar) -> None:
+        raise errors.pop()
+
+    monkeypatch.setattr(grammar, "check_first_choice", fail)
+    tokenizer, request = grammar.byte_tokenizer([]), SandboxRequest(lark('start: "a"'))
+    reply = _reply(tokenizer, request)
+    assert reply.code == "constraint.invalid"
+    assert "ValueError('xxx" in reply.message
+    assert len(reply.message) < 400
+    with pytest.raises(MemoryError):
+        _reply(tokenizer, request)
 
 
 def test_dangling_reference_is_rejected(sandbox: SandboxedGrammarCheck) -> None:
@@ -219,7 +240,7 @@ def test_endless_validation_is_killed() -> None:
     slow = schema({"type": "string", "not": {"pattern": "^(a+)+$"}})
     error = refusal(impatient, slow, '"' + "a" * 60 + 'b"')
     assert error.code == "constraint.too_complex"
-    assert "0.5 s" in error.message
+    assert "processing the constraint takes more than 0.5 s" in error.message
     assert impatient.pid is None
     impatient.close()
 
