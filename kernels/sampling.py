@@ -36,6 +36,9 @@ _ROUNDS: Final = (
 LEAST_TEMPERATURE: Final = 1e-30
 """Scores divided by a smaller temperature may exceed float32. Noise cannot change an order then."""
 
+NO_TOKEN: Final = -1
+"""Instead of a token: no token can be sampled from the scores."""
+
 
 class SamplingOperations(Protocol):
     """The function of an implementation."""
@@ -59,7 +62,7 @@ class SamplingOperations(Protocol):
                 equal scores, smaller tokens come first.
 
         Returns:
-            [N] int64.
+            [N] int64; `NO_TOKEN` for a row with a score that is NaN, or with -inf only.
         """
         ...
 
@@ -105,7 +108,21 @@ class ReferenceSampling:
             cut = _truncate(chosen.index_select(0, truncation.rows), truncation)
             chosen.index_copy_(0, truncation.rows, cut)
         gumbel = noise(noise_keys, chosen.shape[1]).log_().neg_().log_().neg_()
-        return chosen.add_(gumbel).argmax(dim=-1)
+        return largest_tokens(chosen.add_(gumbel))
+
+
+def largest_tokens(scores: Tensor) -> Tensor:
+    """Return the token of the largest score in each row.
+
+    Args:
+        scores: [S, V], any float dtype.
+
+    Returns:
+        [S] int64; `NO_TOKEN` for a row with a score that is NaN, or with -inf only.
+    """
+    tokens = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    is_number = scores.gather(1, tokens) > float("-inf")
+    return tokens.masked_fill_(is_number.logical_not_(), NO_TOKEN).view(-1)
 
 
 def noise(keys: Tensor, count: int) -> Tensor:

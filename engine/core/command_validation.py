@@ -8,7 +8,7 @@
     engine.too_large               context that does not fit into all blocks together
     engine.unknown_token           token that the model has no embedding for
     prompt.too_long                context longer than the engine's context length
-    engine.step                    the model raised an exception (raised by `engine`)
+    engine.step                    exception of the model, or NaN logits (raised by `engine`)
 
 All checks are pure functions of commands, contexts and limits.
 """

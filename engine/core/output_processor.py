@@ -13,8 +13,9 @@ Invariants: every output that `begin` accepts ends in one Finished, or in one ca
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from .. import protocol
 from ..constraints.state import ConstraintState
@@ -25,6 +26,8 @@ from ..text.detokenizer import NUM_CONTEXT, Detokenizer, load_tokenizer
 from .command_validation import check_generate, check_ids, check_length
 from .context import Context, EngineCounters
 from .generation import FinishReason, GenerationState
+
+_log: Final = logging.getLogger(__name__)
 
 
 class ConstraintProvider(Protocol):
@@ -126,7 +129,13 @@ class OutputProcessor:
             self._append(context, generation, generation.constraint.forced, num_sampled=0)
 
     def process_token(self, context: Context, generation: GenerationState, token_id: int) -> None:
-        """Append a sampled id and the ids that its constraint then forces, or end the output."""
+        """Append a sampled id and the ids that its constraint then forces, or end the output.
+
+        A negative id fails the context: the logits that it would be sampled from are NaN.
+        """
+        if token_id < 0:
+            self._fail_without_token(context, len(context.ids))
+            return
         self._counters.decoded += 1
         generation.num_decoded += 1
         constraint = generation.constraint
@@ -245,6 +254,15 @@ class OutputProcessor:
             context.ids = context.row.ids = context.ids[:length]
             context.num_counted = min(context.num_counted, length)
             context.generated_ranges[-1][1] = length
+
+    def _fail_without_token(self, context: Context, length: int) -> None:
+        _log.error("context=%d tokens=%d: the logits are NaN", context.id, length)
+        self._owner.fail(
+            context.id,
+            "engine.step",
+            f"the logits of the model are NaN after {length} tokens; start the engine with another "
+            "--dtype, such as float32, or check the weights of the model",
+        )
 
     def _fail_too_large(self, context: Context, length: int) -> None:
         try:

@@ -94,7 +94,7 @@ class Handle(Protocol):
     def read(self) -> list[int]:
         """Wait for the step; return one id per sampling row, in order. Called once.
 
-        A deferred step must have been sampled.
+        The id is -1 if the logits of the row are NaN. A deferred step must have been sampled.
 
         Raises:
             Exception: any error of the step since it was started.

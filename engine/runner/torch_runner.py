@@ -253,7 +253,8 @@ class TorchModelRunner(Runner):
         copy_to_host = self._backend.copy_to_host
         if copy_to_host is None:
             return CompletedStep(batch.unpack(sampled.tolist(), rows, sampling))
-        self._previous_ids = sampled[: len(rows)].long()
+        # The next step starts before a `NO_TOKEN` is read, and needs ids that have an embedding.
+        self._previous_ids = sampled[: len(rows)].long().clamp(min=0)
         return _PendingStep(copy_to_host(sampled), rows, sampling)
 
     def _with_sums(

@@ -11,7 +11,8 @@ min-p. Reported logprobs are those of the unmodified logits.
 Out of scope: sampling parameters, which `batch` converts to a `LogitOpsBatch`.
 
 Invariants: no operation waits for a result of the device, so a step can be queued after one
-that is still running. Truncation keeps at least one token.
+that is still running. Truncation keeps at least one token. A row gets -1 instead of a token if an
+allowed logit is NaN, or none is above -inf.
 
 Shapes: S rows - V tokens of the vocabulary - W bytes of a mask - E modified places - M masked,
 N random, C truncated and L logprob rows.
@@ -24,7 +25,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from conure.kernels.sampling import ReferenceSampling, SamplingOperations
+from conure.kernels.sampling import ReferenceSampling, SamplingOperations, largest_tokens
 from conure.kernels.truncation import Truncation
 
 Array = TypeVar("Array")
@@ -89,22 +90,16 @@ def sample_tokens(
         likeliest first, and [L * num_top] these tokens.
     """
     if ops is None:
-        return logits.argmax(dim=-1)
+        return largest_tokens(logits)
     scores = logits.float()
     logprobs = None
     if len(ops.logprob_rows):
         logprobs = torch.log_softmax(scores.index_select(0, ops.logprob_rows), dim=-1)
     _modify_logits(scores, ops)
-    tokens = scores.argmax(dim=-1)
-    if len(ops.random_rows):
-        truncation = Truncation(ops.truncated, ops.top_k, ops.top_p, ops.min_p)
-        sampled = operations.sample(
-            scores, ops.random_rows, ops.temperatures, ops.noise_keys, truncation
-        )
-        tokens.index_copy_(0, ops.random_rows, sampled)
+    tokens = _choose_tokens(scores, ops, operations)
     parts = [tokens]
     if logprobs is not None:
-        reported = tokens.index_select(0, ops.logprob_rows)[:, None]
+        reported = tokens.index_select(0, ops.logprob_rows)[:, None].clamp_(min=0)
         top_values, top_tokens = logprobs.topk(num_top)
         parts += [
             logprobs.gather(1, reported).flatten(),
@@ -112,6 +107,21 @@ def sample_tokens(
             top_tokens.flatten(),
         ]
     return torch.cat([part.double() for part in parts])
+
+
+def _choose_tokens(
+    scores: Tensor, ops: LogitOpsBatch[Tensor], operations: SamplingOperations
+) -> Tensor:
+    """Return the token of each row of modified scores [S, V]."""
+    if not len(ops.random_rows):
+        return largest_tokens(scores)
+    truncation = Truncation(ops.truncated, ops.top_k, ops.top_p, ops.min_p)
+    sampled = operations.sample(
+        scores, ops.random_rows, ops.temperatures, ops.noise_keys, truncation
+    )
+    if len(sampled) == len(scores):
+        return sampled
+    return largest_tokens(scores).index_copy_(0, ops.random_rows, sampled)
 
 
 def _modify_logits(scores: Tensor, ops: LogitOpsBatch[Tensor]) -> None:

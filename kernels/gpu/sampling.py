@@ -310,7 +310,7 @@ def sample_kernel(
         last_ties: [N] int32.
         floors: [N] float64.
         best: [N, P] float64, written.
-        tokens: [N, P] int64, written: the token of each sum.
+        tokens: [N, P] int64, written: the token of each sum; -1 if the part has NaN or -inf only.
         vocabulary: V.
         stride: Stride of rows of `scores`.
         TILE: Tokens that are processed at once.
@@ -325,11 +325,13 @@ def sample_kernel(
     columns = tl.arange(0, TILE)
 
     largest = tl.full([], float("-inf"), tl.float64)
-    chosen = tl.full([], 0, tl.int64)
+    chosen = tl.full([], -1, tl.int64)
+    nans = tl.zeros([TILE], tl.int32)
     # Programs take tiles in turn.
     for begin in range(part * TILE, vocabulary, parts * TILE):
         token = begin + columns
         logit = tl.load(row + token, mask=token < vocabulary, other=float("-inf"))
+        nans |= (logit != logit).to(tl.int32)
         score = logit.to(tl.float64) / temperature
         is_kept = _is_kept(_ordered(logit), token, threshold, last)
         is_kept &= (score >= floor) & (token < vocabulary)
@@ -339,6 +341,10 @@ def sample_kernel(
         is_larger = peak > largest
         chosen = tl.where(is_larger, winner.to(tl.int64), chosen)
         largest = tl.where(is_larger, peak, largest)
+    # NaN is the best of all parts.
+    has_nan = tl.max(nans, 0) > 0
+    chosen = tl.where(has_nan, -1, chosen)
+    largest = tl.where(has_nan, float("nan"), largest)
     tl.store(best + index * parts + part, largest)
     tl.store(tokens + index * parts + part, chosen)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,9 +177,29 @@ def test_native_sampling_survives_any_score_and_temperature(
     scores = random_scores(3, 300, seed=8)
     scores[0, 77] = math.inf
     scores[1] = math.nan
-    tokens = sample(implementation(native), scores, temperature=temperature, **cut)
-    assert tokens[0] == 77
-    assert all(0 <= token < 300 for token in tokens.tolist())
+    infinite, nan, finite = sample(
+        implementation(native), scores, temperature=temperature, **cut
+    ).tolist()
+    assert infinite == 77
+    assert nan == sampling.NO_TOKEN
+    assert 0 <= finite < 300
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_rows_with_nan_or_without_allowed_tokens_get_no_token(
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
+) -> None:
+    scores = random_scores(6, 37, seed=9)
+    scores[0, 5] = math.nan
+    scores[1] = -math.inf
+    scores[2] = -math.inf
+    scores[2, 36] = math.nan  # beyond the last full vector
+    scores[3, 7], scores[3, 8] = math.inf, math.nan
+    with np.errstate(invalid="ignore"):  # the interpreter of Triton computes with numpy
+        tokens = sample(operations, scores, **cut)
+    assert tokens[:4].tolist() == [sampling.NO_TOKEN] * 4
+    assert torch.equal(tokens[4:], sample(implementation("reference"), scores, **cut)[4:])
+    assert int(tokens[4:].min()) >= 0
 
 
 def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:

@@ -25,7 +25,7 @@ struct SampleArguments {
   const int64_t* keys;         // [N]
   const int64_t *truncated, *top_k;  // [C]
   const double *top_p, *min_p;       // [C]
-  int64_t* tokens;             // [N], the results
+  int64_t* tokens;             // [N], the results; -1 if a score is NaN or all are banned
   int64_t row_stride, vocabulary, num_rows, num_truncated;
 };
 
@@ -38,10 +38,29 @@ constexpr int kBuckets = 2048;
 constexpr float kBucketsPerUnit = 32;  // of the logarithm of a weight; the last one has the rest
 constexpr int64_t kBlock = 256;
 
-// Weights that are NaN are in the last bucket.
 static int bucket(float log_weight) {
   const float at = -log_weight * kBucketsPerUnit;
   return at < kBuckets - 1 ? int(std::max(at, 0.0f)) : kBuckets - 1;
+}
+
+// The largest score; NaN if any score is NaN.
+static float largest_or_nan(const float* scores, int64_t size) {
+  Vec maxima = broadcast(-INFINITY);
+  IntVec is_nan{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Vec score = load(scores + i);
+    maxima = maximum(score, maxima);
+    is_nan |= score != score;
+  }
+  float result = largest(maxima);
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; lane++) has_nan |= is_nan[lane] != 0;
+  for (; i < size; i++) {
+    result = std::max(result, scores[i]);
+    has_nan |= std::isnan(scores[i]);
+  }
+  return has_nan ? NAN : result;
 }
 
 class RowSampler {
@@ -51,13 +70,11 @@ class RowSampler {
         size_(a.vocabulary),
         temperature_(a.temperatures[row]),
         factor_(float(std::min(1 / temperature_, double(FLT_MAX)))),
-        key_(uint64_t(a.keys[row])) {
-    Vec largest = broadcast(-INFINITY);
-    int64_t i = 0;
-    for (; i + kLanes <= size_; i += kLanes) largest = maximum(load(scores_ + i), largest);
-    largest_ = conure::largest(largest);
-    for (; i < size_; i++) largest_ = std::max(largest_, scores_[i]);
-  }
+        key_(uint64_t(a.keys[row])),
+        largest_(largest_or_nan(scores_, size_)) {}
+
+  // Whether no score is NaN, and at least one is not banned.
+  bool can_sample() const { return largest_ > -INFINITY; }
 
   int64_t sample() {
     for (int64_t first = 0; first < size_; first += kBlock) {
@@ -154,7 +171,7 @@ class RowSampler {
   const double temperature_;
   const float factor_;
   const uint64_t key_;
-  float largest_;
+  const float largest_;
   int64_t token_ = -1;
   double sum_ = 0, bound_ = INFINITY;
 };
@@ -169,8 +186,11 @@ extern "C" void conure_sample(const conure::SampleArguments* arguments,
   conure::parallel_for(*threads, a.num_rows, [&](int64_t row, int64_t) {
     conure::RowSampler sampler(a, row);
     const int64_t c = cut[row];
-    const int64_t token = c < 0 ? sampler.sample()
-                                : sampler.sample_truncated(a.top_k[c], a.top_p[c], a.min_p[c]);
-    a.tokens[row] = std::max<int64_t>(token, 0);  // negative if no score is a number
+    if (!sampler.can_sample())
+      a.tokens[row] = -1;
+    else if (c < 0)
+      a.tokens[row] = sampler.sample();
+    else
+      a.tokens[row] = sampler.sample_truncated(a.top_k[c], a.top_p[c], a.min_p[c]);
   });
 }

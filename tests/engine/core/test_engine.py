@@ -9,7 +9,7 @@ import pytest
 
 from conure.engine import protocol
 from conure.engine.core.engine import EngineCore
-from conure.engine.runner.base import DeviceLostError
+from conure.engine.runner.base import DeviceLostError, ScheduledSequence
 from conure.engine.testing.scripted_runner import FakeRunner, default_text
 from conure.engine.text.byte_tokenizer import VOCAB_SIZE
 
@@ -246,6 +246,31 @@ def test_raising_step_fails_only_its_contexts(
     server.generate(second)
     server.run()
     assert server.known[second].finished[0].text == default_text(list(A[:20]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nan_logits_fail_only_their_context(
+    late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ServerDouble(late=late)
+    first, second = server.fill(A[:8]), server.fill(A[:20])
+    server.generate(first, ignore_eos=True)
+    server.generate(second)
+    sample = server.runner._next_id
+
+    def broken(row: ScheduledSequence, sampling: protocol.SamplingParams, num_output: int) -> int:
+        is_nan = row.context == first and num_output == 3
+        return -1 if is_nan else sample(row, sampling, num_output)
+
+    monkeypatch.setattr(server.runner, "_next_id", broken)
+    server.run()
+    [failed] = server.failed
+    assert (failed.context, failed.code) == (first, "engine.step")
+    assert "NaN after 11 tokens; start the engine with another --dtype" in failed.message
+    assert f"context={first} tokens=11: the logits are NaN" in caplog.text
+    assert server.known[second].finished[0].text == default_text(list(A[:20]))
+    server.free(second)
+    assert server.engine.status().num_held == 0
 
 
 def test_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ tests random commands during a step in flight.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from conure.engine import protocol
 from conure.engine.config import EngineConfig
+from conure.engine.core.engine import EngineCore
 from conure.engine.runner.base import Handle, Runner, ScheduledSequence
+from conure.engine.runner.step_inputs import Attention
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.testing.scripted_runner import default_text
 from conure.kernels.planning.plan import Plan, build_plan
@@ -341,6 +345,36 @@ def test_lookahead_does_not_change_model_outputs(
         assert found[0] == found[1] == found[2]
     assert num_ahead > 20
     assert recorder.num_replayed > 20
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"logprobs": 1}])
+def test_lookahead_survives_nan_logits(
+    folder: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after the one with NaN has started when the engine reads -1."""
+    params = protocol.SamplingParams(max_tokens=12, **sampling)
+    options: dict[str, Any] = {"num_blocks": 50, "block_size": 4, "max_sequences": 4}
+    runner = shrunk.runner_on(folder, backend(None, is_late=True), **options)
+    forward, found = runner._forward, []
+
+    def broken(ids: Tensor, positions: Tensor, last: Tensor, attention: Attention) -> Tensor:
+        is_nan = positions[last] == 7
+        return forward(ids, positions, last, attention).masked_fill(is_nan[:, None], math.nan)
+
+    for prompts in ((A[:10],), (A[:10], A[:4])):
+        engine, reports = EngineCore(runner, epoch=1), list[protocol.Report]()
+        for number, prompt in enumerate(prompts):
+            engine.apply(protocol.Fill(number, list(prompt)))
+            engine.apply(protocol.GenerateCommand(number, params))
+        while (step := engine.step()) is not None:
+            engine.check()
+            reports += step.reports
+        found.append([each for each in reports if isinstance(each, protocol.Finished)])
+        failed = [each for each in reports if isinstance(each, protocol.Failed)]
+        assert [each.context for each in failed] == [*range(1, len(prompts))]
+        monkeypatch.setattr(runner, "_forward", broken)
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
 
 
 GRAMMARS = (

@@ -55,6 +55,22 @@ def test_greedy_rows_take_the_largest_logit() -> None:
     assert sample(logits.clone(), [row()] * 5, EOS) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("chosen", [{}, {"temperature": 1.0}, {"logprobs": 2}])
+def test_nan_logits_give_no_token_in_their_row_only(chosen: dict[str, Any]) -> None:
+    logits = logits_of(5, 3)
+    expected = sample(logits.clone(), [row(**chosen)] * 3, EOS)
+    logits[1, 4] = float("nan")
+    assert sample(logits.clone(), [row(**chosen)] * 3, EOS) == [expected[0], -1, expected[2]]
+
+
+def test_masked_nan_logits_are_not_sampled() -> None:
+    logits = logits_of(6)
+    logits[0, 4] = float("nan")
+    masked = row(temperature=1.0)
+    masked.mask = bytes([0b0010_0110])
+    assert sample(logits, [masked], EOS)[0] in (1, 2, 5)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_samples_follow_the_softmax(temperature: float) -> None:
     logits = logits_of(1)
