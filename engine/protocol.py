@@ -16,8 +16,8 @@ neither torch nor a model library, because both processes import it.
 
 Invariants: every command names a context number that the server chose; an engine never creates,
 renumbers or reuses one. Every accepted Generate ends in exactly one Finished or Failed; an
-aborted one ends without a report. A closed connection ends all contexts at once. `epoch`
-distinguishes one engine process from the next.
+aborted one ends with an Aborted, a freed one without a report. A closed connection ends all
+contexts at once. `epoch` distinguishes one engine process from the next.
 
 Differences from the three calls of the paper (OSDI'24, section 7): a command on an existing
 context continues it, so that one growing prompt is one context; and the salt of the prefix cache

@@ -45,7 +45,8 @@ from .state import ConstraintState
 
 LONG_S: Final = 1.0
 RETRY_S: Final = 30.0
-"""How long an error is kept that no constraint causes, if it took longer than `LONG_S`."""
+"""How long to keep an error that the constraint did not cause, if it took more than `LONG_S` to
+appear."""
 CHECK_S: Final = 10.0
 """How long a check may wait for the compile thread. The server waits no longer for its answer."""
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
@@ -287,7 +288,8 @@ class ConstraintCompiler:
             return protocol.Checked(
                 command.nonce,
                 code="constraint.unavailable",
-                message=f"the constraint waited for {CHECK_S:g} s behind others",
+                message=f"the constraint was not checked within {CHECK_S:g} s because others came "
+                "first; try again",
             )
         cached = self._get_or_compile(_key(command.constraint), command.constraint)
         error, matches = cached.error, None

@@ -10,7 +10,7 @@ Out of scope: threads, processes, contexts and steps.
 Invariants: compiling any string ends in a matcher or an EngineError.
 
     constraint.invalid        not a grammar, or a grammar that no text matches
-    constraint.too_large      longer than MAX_BYTES
+    constraint.too_large      longer than MAX_CHARACTERS
     constraint.too_complex    exceeds `limits` before the first token that is not forced
 """
 
@@ -25,8 +25,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..protocol import EngineError
 
-MAX_BYTES: Final = 2 * 1024 * 1024
-"""Maximum size of a constraint's JSON."""
+MAX_CHARACTERS: Final = 2 * 1024 * 1024
+"""Most characters of a constraint's JSON."""
 MAX_STATES: Final = 20_000
 """Lexer states that all outputs of one compiled grammar may create; about 1.2 kB each."""
 _MAX_MESSAGE: Final = 300
@@ -51,10 +51,10 @@ def compile_grammar(tokenizer: LLTokenizer, constraint: str) -> CompiledGrammar:
     Raises:
         EngineError: `constraint.invalid` or `constraint.too_large`.
     """
-    if len(constraint) > MAX_BYTES:
+    if len(constraint) > MAX_CHARACTERS:
         raise EngineError(
             "constraint.too_large",
-            f"the constraint has {len(constraint):,} characters; the limit is {MAX_BYTES:,}",
+            f"the constraint has {len(constraint):,} characters; the limit is {MAX_CHARACTERS:,}",
         )
     matcher = LLMatcher(tokenizer, constraint, log_level=0, limits=limits())
     if matcher.is_error():

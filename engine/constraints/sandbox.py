@@ -3,8 +3,8 @@
 A constraint may be hostile: a grammar that takes minutes or all memory to compile or that
 overflows a stack, a schema whose validation does not terminate. So each one is first compiled in
 a helper process, `python -m conure.engine.constraints.sandbox`, which may take `CPU_S` and
-`MEMORY_BYTES`. A helper that exceeds them is killed, and the next request starts another one. A
-helper that anything else has killed is replaced, and its request is sent again.
+`MEMORY_BYTES`. A helper that exceeds them is killed, and the next request starts another one. If
+something else kills the helper, another is started and gets the same request.
 Finished texts are validated against their constraint here, too.
 
 The budget is CPU time, so a valid constraint is accepted on a busy machine, too. `DEADLINE_S`
@@ -50,7 +50,7 @@ MEMORY_BYTES: Final = 256 * 1024 * 1024
 """Memory that a helper may allocate beyond what it uses after starting."""
 _START_S: Final = 30.0
 _FOREIGN_EXITS: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a helper that no request causes: no limit of the helper sends these signals."""
+"""Exit codes that no request can cause: none of the helper's limits sends these signals."""
 
 
 class SandboxSetup(msgspec.Struct, frozen=True, array_like=True):

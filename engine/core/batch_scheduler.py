@@ -79,7 +79,7 @@ def schedule_step(
             begin -= 1  # Run the last token again for its logits.
         end = kv.allocate(context, begin, min(length, begin + max_new))
         if end <= begin:
-            # All contexts with a lower priority were preempted, and it was not enough.
+            # Preempting every context of lower priority did not free a block.
             break
         _set_row(context, begin, end, can_sample=end == length and not is_blocked)
         scheduled.append(context)

@@ -1,7 +1,7 @@
 """Rejects commands that an engine cannot execute, each with a stable code.
 
     engine.busy                    Fill or Generate on a context that is generating
-    engine.bad_parent              fork beyond the parent's tokens, or of an existing context
+    engine.bad_parent              fork beyond the parent's tokens, or into an existing context
     engine.unknown_parent          fork of a context that does not exist
     engine.empty_context           Generate on a context without tokens
     engine.unsupported_constraint  constraint on an engine without grammar support

@@ -79,8 +79,8 @@ class EngineCore:
         self._num_tokens = 0
         self._in_flight: InFlightStep | None = None
         self._lacks_memory = False
-        """Whether nothing can run because contexts that wait for their constraints hold the memory.
-        Until a command arrives or a constraint is ready."""
+        """True while contexts that wait for their constraints hold all the memory that others need.
+        A command or a finished constraint ends this."""
         self._reports: list[protocol.Report] = []
 
     # --- commands -----------------------------------------------------------------------

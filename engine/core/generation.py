@@ -56,8 +56,8 @@ class GenerationState:
     def error(self) -> EngineError | None:
         """The error of the constraint, if the output fails.
 
-        Nothing follows the last token of an output that has ended, so an error of advancing over it
-        does not matter; an error of the validation does.
+        Once an output has ended, failing to advance over its last token does not matter; failing to
+        validate its text does.
         """
         constraint = self.constraint
         if constraint is None or constraint.is_busy:

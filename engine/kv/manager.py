@@ -8,7 +8,7 @@ Reuse. A context gets KV without computing it in three ways, tried in this order
 2. *The parent's partial block.* A fork shares the block. The first context that writes to a
    shared block gets a copy (copy on write).
 3. *Waiting.* A fork skips the step if its parent is about to compute the missing tokens. If
-   the fork has the higher priority, the fork computes them and the parent shares.
+   the fork has the higher priority, it computes them, and the parent shares the result.
 
 Eviction. When no block is free, cached blocks are evicted first, least recently used leaf
 first; then contexts lose blocks (see `eviction`). A context that loses KV keeps its ids and
@@ -60,8 +60,8 @@ class KVCacheManager:
         """All contexts with blocks."""
         self._unwritten: set[int] = set()
         self._rewritten: set[int] = set()
-        """Blocks that this step does not fill, and that are invalid if it fails: their last token
-        runs again, or the step before it is in flight and fills them."""
+        """Blocks that become invalid if this step fails although it does not fill them: this step
+        runs their last token again, or the previous step, still in flight, fills them."""
         self._sharing = PrefixSharing(
             self._cache, block_size, counters, holders=self._holders, unwritten=self._unwritten
         )

@@ -115,7 +115,7 @@ def find(name: str = AUTO) -> InstructionSet:
         if each.name == name:
             return each
     names = ", ".join(each.name for each in available)
-    raise ValueError(f"this processor has the instruction sets {names}, got {name!r}")
+    raise ValueError(f"{name!r} is not an instruction set of this processor, which has {names}")
 
 
 def load(instructions: InstructionSet, environment: Mapping[str, str] = os.environ) -> ctypes.CDLL:

@@ -28,8 +28,9 @@ constexpr int kTile = 64;
 constexpr int kMaxRows = 128;
 constexpr int64_t kMinChunk = 256;  // positions; shorter units cost more than they balance
 constexpr int kUnitsPerThread = 4;
-constexpr int kNarrowRows = 8;  // up to so many, packing pairs is faster than multiplying floats
-constexpr int kDirectRows = 5;  // at most as many rows are multiplied without packing floats
+// With at most this many rows, packing pairs is faster than multiplying floats.
+constexpr int kNarrowRows = 8;
+constexpr int kDirectRows = 5;  // at most this many rows are multiplied without packing
 
 struct Entry {  // a query of an item
   int64_t query, position;

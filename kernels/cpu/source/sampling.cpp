@@ -35,7 +35,8 @@ struct Candidate {
 };
 
 constexpr int kBuckets = 2048;
-constexpr float kBucketsPerUnit = 32;  // of the logarithm of a weight; the last one has the rest
+// Buckets per unit of a weight's logarithm; the last bucket holds all smaller weights.
+constexpr float kBucketsPerUnit = 32;
 constexpr int64_t kBlock = 256;
 
 static int bucket(float log_weight) {

@@ -59,7 +59,7 @@ inline To bit_cast(From from) {
 }
 
 inline Vec broadcast(float value) { return Vec{} + value; }
-// If one of two numbers is NaN, the second one is the result.
+// If either number is NaN, the result is b.
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 

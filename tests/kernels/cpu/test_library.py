@@ -73,7 +73,7 @@ def test_pairs_are_preferred_on_amd_only(tmp_path: Path) -> None:
 
 
 def test_instructions_that_the_processor_lacks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"this processor has the instruction sets .*, got 'sse9'"):
+    with pytest.raises(ValueError, match="'sse9' is not an instruction set of this processor"):
         ops.implementation("cpu", "sse9")
 
 
