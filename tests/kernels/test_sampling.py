@@ -202,6 +202,28 @@ def test_rows_with_nan_or_without_allowed_tokens_get_no_token(
     assert int(tokens[4:].min()) >= 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("size", [1, 7, 2_047, 2_048, 2_049, 5_000, 6_144])
+def test_the_largest_token_is_the_first_of_equal_ones(
+    dtype: torch.dtype, rows: int, size: int
+) -> None:
+    random = torch.Generator().manual_seed(size)
+    scores = torch.randint(-9, 9, (rows, size), generator=random).to(dtype)
+    scores[-1] = -math.inf
+    if rows > 1:
+        scores[1, size - 1] = 100.0
+        scores[2, size // 2 :] = 100.0
+        scores[3, size // 3] = math.nan
+        scores[4] = -math.inf
+        scores[4, size * 2 // 3] = -1e30
+    expected = [
+        sampling.NO_TOKEN if math.isnan(sum(row)) or max(row) == -math.inf else row.index(max(row))
+        for row in scores.tolist()
+    ]
+    assert sampling.largest_tokens(scores).tolist() == expected
+
+
 def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(num_rows(operations, 300, 6), 600, seed=5)
     scores[:, 7:] = float("-inf")
