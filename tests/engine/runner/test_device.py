@@ -169,7 +169,7 @@ def test_too_little_memory_for_a_context_is_an_error(
 ) -> None:
     config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
     requested = RequestedLimits(context_len=context_len)
-    with pytest.raises(EngineError, match="free memory, lower context_len") as caught:
+    with pytest.raises(EngineError, match="free some memory, lower context_len") as caught:
         capacity.limits(config, requested, token_bytes=1000, free_bytes=free_bytes, kind="cpu")
     assert caught.value.code == "engine.bad_option"
 
