@@ -279,7 +279,8 @@ async def test_programs_are_searched_filtered_and_paged() -> None:
         await page.get_by_role("button", name="Load older programs").click()
         await expect(rows).to_have_count(100)
         for _ in range(3):
-            await submit(url, node, outputs=["x"], name="new")
+            newer = {"id": "a", "op": "expr", "expr": 0, "output": "x"}
+            await submit(url, newer, outputs=["x"], name="new")
         await expect(rows).to_have_count(103)
         await page.get_by_label("Search programs").fill("p_12")
         await expect(rows).to_have_count(5)
