@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -52,6 +53,7 @@ class LocalApp:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._cleanup = contextlib.ExitStack()
+        self._collection = CollectionWatch()
 
     def start(self) -> None:
         """Start the loop and run the application's startup. Has no effect while it runs.
@@ -69,6 +71,7 @@ class LocalApp:
             with contextlib.ExitStack() as stack:
                 portal = stack.enter_context(start_blocking_portal("asyncio"))
                 stack.callback(self._stop, portal)
+                stack.enter_context(self._collection)
                 self._loop = portal.call(asyncio.get_running_loop)
                 self._thread = portal.call(threading.current_thread)
                 lifespan = portal.wrap_async_context_manager(_lifespan(self._app))
@@ -98,13 +101,26 @@ class LocalApp:
         """Whether the current thread is the application's."""
         return threading.current_thread() is self._thread
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether the current thread may wait for the application.
+
+        Not its own thread, and no thread on which the garbage collector runs: the thread may hold
+        a lock that the application needs to answer, such as that of all thread pools.
+        """
+        return not (self.is_own_thread or self._collection.is_here)
+
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Await a coroutine function on the application's loop, from any other thread.
 
         Raises:
             ClosedError: if the application is closed, or closes before the function returns.
-            RuntimeError: if called from the application's own thread.
+            RuntimeError: if called from the application's own thread, or by the garbage collector.
+                The collector's call runs, and its result is lost.
         """
+        if self._collection.is_here and self._loop is not None:
+            self._loop.call_soon_threadsafe(_run, function)
+            raise RuntimeError("the garbage collector cannot wait for the application")
         try:
             return self._submit(function).result()
         except CancelledError:
@@ -137,6 +153,37 @@ class LocalApp:
             raise ClosedError
         timeouts = request.extensions.get("timeout", {})
         return Exchange(self._app, self._loop, _scope(request), body, timeouts)
+
+
+def _run(function: Callable[[], Awaitable[object]]) -> None:
+    asyncio.ensure_future(_awaited(function)).add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+    )
+
+
+class CollectionWatch:
+    """Finds out whether the garbage collector runs on the current thread.
+
+    It closes generators, whose code may then run within any statement of the thread.
+    """
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+
+    def __enter__(self) -> Self:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a collection runs on the current thread."""
+        return self._thread == threading.get_ident()
+
+    def _note(self, phase: str, _: object) -> None:
+        self._thread = threading.get_ident() if phase == "start" else None
 
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
@@ -319,9 +366,9 @@ class _SyncBody(httpx.SyncByteStream):
             yield chunk
 
     def _next(self) -> bytes | None:
-        if self._local.is_own_thread:
-            # The garbage collector runs in any thread, and here it closes a generator that first
-            # reads its input to the end, as those of LangChain do. End that generator, silently.
+        if not self._local.may_wait:
+            # The garbage collector closes a generator that first reads its input to the end, as
+            # those of LangChain do. End that generator, silently.
             raise GeneratorExit
         return self._local.call(self._exchange.chunk)
 

@@ -133,11 +133,11 @@ class BaseClient:
 
         The threads that run the client's requests or its in-process application may not: each
         would wait for itself. An application's code can run there when the garbage collector
-        closes one of its generators.
+        closes one of its generators. See also `LocalApp.may_wait`.
         """
         local_app = self._settings.local_app
-        is_app_thread = local_app is not None and local_app.is_own_thread
-        return not (is_app_thread or self.io_thread.is_own_thread)
+        may_wait = local_app is None or local_app.may_wait
+        return may_wait and not self.io_thread.is_own_thread
 
     @property
     def _retry(self) -> Retry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -213,13 +214,50 @@ def test_a_response_can_be_closed_by_its_application(app: Stream, local: LocalAp
     assert app.saw_disconnect.wait(60)
 
 
-def test_a_reader_can_be_collected_in_its_application(app: Stream, local: LocalApp) -> None:
-    def copy(chunks: Iterator[bytes]) -> Generator[bytes, None, None]:
-        # LangChain's generators read their input to its end when they are closed.
-        with contextlib.suppress(GeneratorExit):
-            yield next(chunks)
-        yield from chunks
+def copy(chunks: Iterator[bytes]) -> Generator[bytes, None, None]:
+    """Read the input to its end when closed, as LangChain's generators do."""
+    with contextlib.suppress(GeneratorExit):
+        yield next(chunks)
+    yield from chunks
 
+
+def test_a_reader_can_be_collected_in_any_thread(app: Stream, local: LocalApp) -> None:
+    response = SyncTransport(local).handle_request(httpx.Request("POST", "http://app/"))
+    chunks = response.iter_raw()
+    cycle: list[Any] = [copy(chunks)]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()  # waits for no chunk: the thread may hold a lock that the application needs
+    response.close()
+    assert app.saw_disconnect.wait(60)
+
+
+def test_a_call_of_the_garbage_collector_runs_and_is_not_waited_for(local: LocalApp) -> None:
+    has_begun, refused = threading.Event(), list[str]()
+
+    async def work() -> None:
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    class Owner:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            try:
+                local.call(work)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    Owner()
+    gc.collect()
+    assert refused == ["the garbage collector cannot wait for the application"]
+    assert has_begun.wait(60)
+    assert local.may_wait
+
+
+def test_a_reader_can_be_collected_in_its_application(app: Stream, local: LocalApp) -> None:
     response = SyncTransport(local).handle_request(httpx.Request("POST", "http://app/"))
     reader = copy(response.iter_raw())
     next(reader)
