@@ -108,13 +108,14 @@ static void multiply_group(const LinearArguments& a, int64_t row, int64_t num_ro
 }
 
 // Multiplies rows in groups of about the same size. The first group reads the weights from memory. The
-// next two read them from the cache, and prefetch half a panel each of those that follow.
+// next two read them from the cache, and prefetch half a panel each of those from `next_panel` on.
 template <class T, class W>
 static void multiply_panels(const LinearArguments& a, int64_t row, int64_t row_end, int64_t panel,
-                            int64_t end, bool has_next) {
+                            int64_t end, int64_t next_panel) {
   const int64_t num = row_end - row, num_groups = (num + kRows<T, W> - 1) / kRows<T, W>;
   const int64_t num_words = a.num_inputs / kNumbersPerWord<T>;
-  const uint32_t* next = a.packed + end * num_words * kPanel;
+  const uint32_t* next = a.packed + next_panel * num_words * kPanel;
+  const bool has_next = next_panel * kPanel < a.num_outputs;
   for (int64_t group = 0; group < num_groups; group++) {
     const int64_t first = group * num / num_groups, last = (group + 1) * num / num_groups;
     const bool prefetches = has_next && (group == 1 || group == 2);
@@ -151,7 +152,9 @@ static void multiply_all(const LinearArguments& a, const Threads& threads) {
   parallel_for(threads, num_parts * num_blocks, [&](int64_t task, int64_t) {
     const int64_t panel = task / num_blocks * width, row = task % num_blocks * size;
     const int64_t end = std::min(panel + width, num_panels);
-    multiply_panels<T, W>(a, row, std::min(row + size, a.num_rows), panel, end, end < num_panels);
+    // Threads take tasks in turn: the panels that follow are multiplied beside another cache.
+    const int64_t next_panel = (task + threads.count) / num_blocks * width;
+    multiply_panels<T, W>(a, row, std::min(row + size, a.num_rows), panel, end, next_panel);
   });
 }
 
