@@ -139,7 +139,8 @@ def _first_maxima(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.device.type != "cpu" or num_rows == 1:
         return scores.max(dim=1)
     if num_whole == 0:
-        tokens = scores.float().argmax(dim=1)
+        wide = scores.float() if scores.dtype.itemsize < 4 else scores
+        tokens = wide.argmax(dim=1)
         return scores.gather(1, tokens[:, None]).view(-1), tokens
     whole = scores[:, : num_whole * _BLOCK].view(num_rows, num_whole, _BLOCK)
     maxima = whole.amax(dim=2)

@@ -224,6 +224,14 @@ def test_the_largest_token_is_the_first_of_equal_ones(
     assert sampling.largest_tokens(scores).tolist() == expected
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("size", [9, 5_000])
+def test_the_largest_token_is_found_in_full_precision(rows: int, size: int) -> None:
+    scores = torch.ones(rows, size, dtype=torch.float64)
+    scores[:, size - 2] += 1e-12
+    assert sampling.largest_tokens(scores).tolist() == [size - 2] * rows
+
+
 def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(num_rows(operations, 300, 6), 600, seed=5)
     scores[:, 7:] = float("-inf")
