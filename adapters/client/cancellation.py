@@ -2,8 +2,8 @@
 
 Invariants: the exception of the block is raised unchanged. An error of the cancellation itself is
 ignored, for example if the client was closed meanwhile; a server that does not answer delays the
-exception by a few seconds. If the block could not reach the server,
-the program is not cancelled: the caller has already waited as long as `Retry` allows.
+exception by a few seconds. If the block could not reach the server, the program is not cancelled:
+the caller has already waited as long as `Retry` allows.
 """
 
 from __future__ import annotations

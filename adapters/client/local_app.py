@@ -119,7 +119,7 @@ class LocalApp:
                 The collector's call runs, and its result is lost.
         """
         if self._collection.is_here and self._loop is not None:
-            self._loop.call_soon_threadsafe(_run, function)
+            asyncio.run_coroutine_threadsafe(_awaited(function), self._loop)
             raise RuntimeError("the garbage collector cannot wait for the application")
         try:
             return self._submit(function).result()
@@ -155,12 +155,6 @@ class LocalApp:
         return Exchange(self._app, self._loop, _scope(request), body, timeouts)
 
 
-def _run(function: Callable[[], Awaitable[object]]) -> None:
-    asyncio.ensure_future(_awaited(function)).add_done_callback(
-        lambda task: task.cancelled() or task.exception()
-    )
-
-
 class CollectionWatch:
     """Finds out whether the garbage collector runs on the current thread.
 
@@ -176,6 +170,7 @@ class CollectionWatch:
 
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._note)
+        self._thread = None  # a collection may have called this
 
     @property
     def is_here(self) -> bool:

@@ -113,9 +113,8 @@ class GenerationState:
         text = self.detokenizer.push(token_id, can_stop=can_stop)
         if self.detokenizer.stop is None and length < self.end:
             return text
-        self.finish_reason = FinishReason(
-            "length", None
-        )  # `_end_text` replaces it for a stop string
+        # `_end_text` replaces this reason if a stop string was found.
+        self.finish_reason = FinishReason("length", None)
         return text + self._end_text()
 
     def _end_text(self) -> str:

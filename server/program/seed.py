@@ -1,6 +1,6 @@
-"""The seeds of several answers to one prompt, and of retries.
+"""Seeds of outputs that are derived: of several answers to one prompt, of retries, of instances.
 
-Invariants: equal seeds and indices give equal seeds; different indices give independent ones.
+Invariants: equal names, or seeds and indices, give equal seeds; different ones independent seeds.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 
 
+def seed_of_name(name: str) -> int:
+    """Return the 56-bit seed of a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+
+
 def seed_of_answer(seed: int, index: int) -> int:
     """Return the 56-bit seed of answer `index`, from 1; answer 0 uses the given seed."""
-    return _derived(f"{seed}/{index}")
+    return seed_of_name(f"{seed}/{index}")
 
 
 def seed_of_retry(seed: int, index: int) -> int:
     """Return the 56-bit seed of retry `index` of a call, from 1; never that of another answer."""
-    return _derived(f"{seed}/retry/{index}")
-
-
-def _derived(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+    return seed_of_name(f"{seed}/retry/{index}")

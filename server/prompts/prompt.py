@@ -50,12 +50,8 @@ class PromptLength:
         """
         self._num_chars += num_chars
         if self._num_chars > MAX_CHARS:
-            raise PromptError(
-                "prompt.too_long",
-                f"More than {MAX_CHARS:,} characters in one prompt; insert shorter values, or "
-                "insert them less often.",
-                path=path,
-            )
+            advice = "insert shorter values, or insert them less often"
+            raise _too_long(f"{MAX_CHARS:,} characters", advice, path)
 
 
 class RenderedPrompt(NamedTuple):
@@ -242,12 +238,12 @@ def _spliced_value(
 
 def _check_count(num_messages: int, path: str) -> None:
     if num_messages > MAX_MESSAGES:
-        raise PromptError(
-            "prompt.too_long",
-            f"More than {MAX_MESSAGES:,} messages in one prompt; splice a shorter list, or splice "
-            "it less often.",
-            path=path,
-        )
+        advice = "splice a shorter list, or splice it less often"
+        raise _too_long(f"{MAX_MESSAGES:,} messages", advice, path)
+
+
+def _too_long(most: str, advice: str, path: str) -> PromptError:
+    return PromptError("prompt.too_long", f"More than {most} in one prompt; {advice}.", path=path)
 
 
 def _read_splice(value: Json, path: str, length: PromptLength) -> list[TemplateMessage]:

@@ -35,6 +35,7 @@ from conure.server.program.expressions.evaluate import input_expression, variabl
 from conure.server.program.ir import Json
 
 from ...speculation.planned_call import PlannedCall
+from ..chat.answer_cache import cache_of
 from ..chat.model import ChatConure
 from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPartError, unsupported
 from ..compilation.compiler import ChainCompiler, merged_config
@@ -193,7 +194,7 @@ class _PlanningCompiler(ChainCompiler):
     ) -> AnswerValue:
         if identity_of(model) != self._identity:
             raise unsupported(position, "a model of another server, or with other headers")
-        if model.cache or (model.cache is None and get_llm_cache() is not None):
+        if model.cache is True or cache_of(model.cache) is not None:
             raise unsupported(position, "LangChain's cache may have the answer")
         if model.rate_limiter is not None:
             raise unsupported(position, "its rate limiter decides when it runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -15,6 +14,7 @@ from ..errors import ProgramError
 from ..expressions.evaluate import input_expression, variables
 from ..expressions.placeholders import MAX_SEGMENTS, parse_prompt
 from ..expressions.renaming import Renaming
+from ..seed import seed_of_name
 from ..slot import Slot, SlotInputs
 from ..tools import read_tools
 from .base import Node
@@ -284,6 +284,4 @@ def _reseed(output: T, renaming: Renaming) -> T:
     """Derive the seed of an instance from a given seed and the instance's suffix."""
     if output.seed is None or renaming.keeps_seeds:
         return output
-    key = b"%d%s" % (output.seed, renaming.suffix.encode())
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
-    return replace(output, seed=seed)
+    return replace(output, seed=seed_of_name(f"{output.seed}{renaming.suffix}"))

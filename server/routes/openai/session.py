@@ -108,7 +108,7 @@ def _lower(
         output = _variable(binding.write, session)
         appended.append(ExprNode(id=f"w_{suffix}", expr=content, output=output))
     variables = {name: Variable() for name in reads.values()}
-    # The client waits for the answers. They are no outputs, because they matter to no other client.
+    # The client waits for the answers. They are not outputs: no other client needs them.
     objectives: dict[str, Objective] = {call.variable: "latency" for call in calls}
     return Append(variables=variables, nodes=appended, objectives=objectives), calls
 

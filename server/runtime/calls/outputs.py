@@ -5,7 +5,6 @@ Pure functions: from a node to its output specs, and from an engine's final repo
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
@@ -22,7 +21,7 @@ from ...program.expressions.values import check_size
 from ...program.grammar import grammar_of
 from ...program.ir import Constraint, GenerateNode, Json, Output, OutputForm, Sampling, Segment
 from ...program.prompt_prefix import output_form
-from ...program.seed import seed_of_retry
+from ...program.seed import seed_of_name, seed_of_retry
 from ...program.tools import read_tools
 from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
 from ...prompts.tokenizer import Tokenizer
@@ -126,9 +125,7 @@ def final_sampling(
     fields["max_tokens"] = max_tokens
     fields["min_tokens"] = min(sampling.min_tokens, max_tokens)
     if sampling.seed is None:
-        attempt = f"{name}/{num_retries}" if num_retries else name
-        digest = hashlib.blake2b(attempt.encode(), digest_size=7).digest()
-        fields["seed"] = int.from_bytes(digest)
+        fields["seed"] = seed_of_name(f"{name}/{num_retries}" if num_retries else name)
     elif num_retries:
         fields["seed"] = seed_of_retry(sampling.seed, num_retries)
     for field in _COLLECTIONS:

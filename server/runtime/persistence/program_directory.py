@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NoReturn, cast
 
 import msgspec
@@ -287,24 +286,25 @@ class ProgramDirectory:
         run = self.find(program, tenant)
         if run is None:
             await self.stored_phase(program, tenant)
-        # A reader that pauses between two pages of the journal still uses the program.
-        with nullcontext() if run is None else run.events.reader():
-            last = after
-            offsets: TextOffsets = {}
+            while page := await self.journal.events(tenant, program, after, PAGE, PAGE_BYTES):
+                for record in page:
+                    after = record.seq
+                    yield _stored_event(record)
+            return
+        last = after
+        offsets: TextOffsets = {}
+        with run.events.reader():  # also while it pauses between two pages of the journal
             while True:
-                while run is None or last < run.events.first_seq - 1:
-                    first_seq = 0 if run is None else run.events.first_seq
+                while last < run.events.first_seq - 1:
+                    first_seq = run.events.first_seq
                     page = await self.journal.events(tenant, program, last, PAGE, PAGE_BYTES)
-                    if run is not None:
-                        page = [record for record in page if record.seq < run.events.first_seq]
+                    page = [record for record in page if record.seq < run.events.first_seq]
                     # Events that were dropped from memory during the query are not in its page.
-                    if not page and (run is None or run.events.first_seq == first_seq):
+                    if not page and run.events.first_seq == first_seq:
                         break
                     for record in page:
                         last = record.seq
                         yield _stored_event(record)
-                if run is None:
-                    return
                 if not follow:
                     for event in run.events.recorded(last):
                         yield event

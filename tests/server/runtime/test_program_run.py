@@ -239,16 +239,22 @@ async def test_get_in_a_session_ranks_the_calls_that_its_variable_needs(tmp_path
         await program.cancel()
 
 
-async def test_gets_in_a_large_session_rank_only_what_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weighed: list[int] = []
+@pytest.fixture
+def weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of slots of each computation of objectives."""
+    found: list[int] = []
 
     def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
-        weighed.append(len(live.slots))
+        found.append(len(live.slots))
         return objectives.get_perf_objective(graph, live)
 
     monkeypatch.setattr(priority_table, "get_perf_objective", count)
+    return found
+
+
+async def test_gets_in_a_large_session_rank_only_what_they_need(
+    tmp_path: Path, weighed: list[int]
+) -> None:
     async with server_harness(tmp_path) as harness:
         chain = [generate("n0", insert("x"))]
         chain += [generate(f"n{i}", insert(f"n{i - 1}")) for i in range(1, 100)]
@@ -278,15 +284,8 @@ async def test_gets_in_a_large_session_rank_only_what_they_need(
 
 
 async def test_very_large_program_ranks_each_node_once_while_it_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighed: list[int]
 ) -> None:
-    weighed: list[int] = []
-
-    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
-        weighed.append(len(live.slots))
-        return objectives.get_perf_objective(graph, live)
-
-    monkeypatch.setattr(priority_table, "get_perf_objective", count)
     monkeypatch.setattr(call_priorities, "MAX_NODES_RECOMPUTED", 10)
     monkeypatch.setattr(call_priorities, "MAX_NODES_AT_ONCE", 20)
     async with server_harness(tmp_path) as harness:
@@ -319,15 +318,8 @@ async def test_large_program_is_ranked_once_and_not_on_the_event_loop(
 
 
 async def test_append_to_large_session_ranks_only_new_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, weighed: list[int]
 ) -> None:
-    weighed: list[int] = []
-
-    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
-        weighed.append(len(live.slots))
-        return objectives.get_perf_objective(graph, live)
-
-    monkeypatch.setattr(priority_table, "get_perf_objective", count)
     async with server_harness(tmp_path) as harness:
         waiting = [generate(f"n{i}", insert("x")) for i in range(500)]
         program = await harness.submit(waiting, variables={"x": {}}, open=True)
