@@ -138,9 +138,10 @@ async def test_a_pin_that_does_not_fit_after_a_restart_can_be_removed(tmp_path: 
 async def test_of_two_pins_at_once_the_one_that_does_not_fit_leaves_none(tmp_path: Path) -> None:
     async with server_harness(tmp_path, num_blocks=400, pin_share=0.1) as harness:
         puts = (put(harness, name=name, pin_s=600.0) for name in ("one", "two"))
-        stored, refused = await asyncio.gather(*puts, return_exceptions=True)
-        assert isinstance(stored, StoredProcedure)
-        assert isinstance(refused, ConflictError)
+        outcomes = await asyncio.gather(*puts, return_exceptions=True)
+        (stored,) = (each for each in outcomes if isinstance(each, StoredProcedure))
+        (refused,) = (each for each in outcomes if isinstance(each, ConflictError))
+        assert refused.code == "procedure.pin_limit"
         (left,) = await harness.executor.programs.journal.list_pins(1.0)
         assert left.name == stored.name
 
