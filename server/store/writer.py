@@ -113,7 +113,7 @@ class JournalWriter:
         self._connection = connection
         self._commit_log = commit_log
         self._proof: tuple[str, int] | None = None
-        """Table and row id of the last row of the commit in progress."""
+        """Table and row id of the row that proves the commit in progress."""
         self._has_log = True
         """Whether commits may have come since the last checkpoint."""
         self._has_unused_space = True
@@ -238,11 +238,9 @@ class JournalWriter:
         """Commit a group once; return the error if the disk refused it."""
         if self.healthy and not any(batch.records for batch in group):
             return None  # Barriers only: all batches before them are committed.
-        is_secure = any(
-            isinstance(record, DeleteRecord) and record.is_secure
-            for batch in group
-            for record in batch.records
-        )
+        records = [record for batch in group for record in batch.records]
+        deletions = [record for record in records if isinstance(record, DeleteRecord)]
+        is_secure = any(record.is_secure for record in deletions)
         self._proof = None
         try:
             self._check_folder()
@@ -257,6 +255,10 @@ class JournalWriter:
                 for batch in group:
                     self._write_alone(batch)
             reserved_seq = self._reserve(group)
+            if deletions:
+                query = "UPDATE head SET num_deletions = num_deletions + 1 RETURNING num_deletions"
+                ((num_deletions,),) = self._connection.execute(query).fetchall()
+                self._proof = ("head", num_deletions)
             self._connection.execute("COMMIT")
         except (sqlite3.OperationalError, MemoryError) as error:
             if self._connection.in_transaction:
@@ -352,11 +354,10 @@ class JournalWriter:
                         pass
                     case _:
                         changed[record.program] = None
-        if self._proof is None and not deleted:
+        if self._proof is None:
             return
-        table, rowid = self._proof or ("program", 0)
         self._commit_log.add(
-            CommitLine(table, rowid, last_seq, list(accepted), list(changed), list(deleted))
+            CommitLine(*self._proof, last_seq, list(accepted), list(changed), list(deleted))
         )
 
     def _checkpoint_if_large(self) -> None:

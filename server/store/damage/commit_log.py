@@ -5,12 +5,12 @@ commit log has one line per commit since the last checkpoint: which row proves i
 programs it changed. At a start, a line whose row is missing is a lost commit, and its programs are
 the ones that lost records.
 
-    <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\\n
+    <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\n
 
 Invariants: a line is written after the commit is durable and before its batches are acknowledged,
 so a missing row is always a loss. Lines are not fsynced: they survive the process, and after a
-power failure the log proves less, never more. A checkpoint, after which the write-ahead log is
-empty, empties the commit log.
+power failure the log proves less, never more. A checkpoint that empties the write-ahead log also
+empties the commit log.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class CommitLine(Struct, frozen=True, array_like=True):
     """One commit."""
 
     table: str
-    """Table of the row that proves the commit."""
+    """Table of the row that proves the commit; `head` if the commit deleted programs."""
     rowid: int
+    """Id of the row; for `head`, the number of deletions up to this one."""
     last_seq: int
     """Highest sequence number of its events; 0 without events."""
     accepted: list[str]
@@ -43,11 +44,19 @@ class CommitLine(Struct, frozen=True, array_like=True):
     changed: list[str]
     """Ids of programs with other new records."""
     deleted: list[str]
-    """Ids of programs that it removed. Their absence proves the commit instead of the row."""
+    """Ids of programs that the commit removed."""
 
 
-_TABLES = {"program": "number", "appended": "position", "value": "rowid", "event": "seq"}
-_TABLES |= {"ending": "rowid", "watched": "program"}
+_CONDITIONS = {
+    "program": "number = ?",
+    "appended": "position = ?",
+    "value": "rowid = ?",
+    "event": "seq = ?",
+    "ending": "rowid = ?",
+    "watched": "program = ?",
+    "head": "num_deletions >= ?",
+}
+"""The condition of the row that proves a commit, by table."""
 
 
 class CommitLog:
@@ -59,7 +68,9 @@ class CommitLog:
         self._size = os.fstat(self._file).st_size
 
     def add(self, line: CommitLine) -> None:
-        """Append a line. On a full disk the log is left as it was."""
+        """Append a line. On a full disk the log stays as it is. The line of a deletion is an
+        exception: without it the log is emptied, because the deleted rows may prove other lines.
+        """
         text = _encoder.encode(line)
         try:
             written = os.write(self._file, b"%08x %b\n" % (crc32(text), text))
@@ -67,12 +78,14 @@ class CommitLog:
             written = 0
         if written == len(text) + 10:
             self._size += written
-        else:  # the commit itself is durable; without its line a later loss of it is not noticed
+        elif line.deleted:
+            self.clear()
+        else:  # the commit is durable; without its line, a later loss of the commit is not noticed
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
 
     def clear(self) -> None:
-        """Empty the log: every commit is in the journal's main file."""
+        """Empty the log."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             self._size = 0
@@ -87,7 +100,7 @@ class CommitLosses(Struct, frozen=True, kw_only=True):
 
     num_commits: int = 0
     accepted: list[str] = []
-    """Programs that were accepted in these commits."""
+    """Programs that were accepted, and not deleted, in these commits."""
     changed: list[str] = []
     """Other programs that lost records."""
     last_seq: int = 0
@@ -115,9 +128,10 @@ def find_losses(folder: Path, connection: sqlite3.Connection | None) -> CommitLo
         lost.append(line)
     accepted = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.accepted)
     changed = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.changed)
+    deleted = {id_ for line in lost for id_ in line.deleted}
     return CommitLosses(
         num_commits=len(lost),
-        accepted=list(accepted),
+        accepted=[id_ for id_ in accepted if id_ not in deleted],
         changed=[id_ for id_ in changed if id_ not in accepted],
         last_seq=max((line.last_seq for line in readable), default=0),
         num_bad_lines=len(lines) - len(readable),
@@ -137,16 +151,8 @@ def _read_line(raw: bytes) -> CommitLine | None:
 
 def _is_present(connection: sqlite3.Connection, line: CommitLine) -> bool:
     """Return whether a commit is in the journal; an unreadable one counts as lost."""
+    query = f"SELECT 1 FROM {line.table} WHERE {_CONDITIONS[line.table]}"
     try:
-        return _find(connection, line)
+        return connection.execute(query, (line.rowid,)).fetchone() is not None
     except sqlite3.DatabaseError:
         return False
-
-
-def _find(connection: sqlite3.Connection, line: CommitLine) -> bool:
-    if line.deleted:
-        marks = ", ".join("?" * len(line.deleted))
-        query = f"SELECT 1 FROM program WHERE id IN ({marks}) LIMIT 1"
-        return connection.execute(query, line.deleted).fetchone() is None
-    query = f"SELECT 1 FROM {line.table} WHERE {_TABLES[line.table]} = ?"
-    return connection.execute(query, (line.rowid,)).fetchone() is not None

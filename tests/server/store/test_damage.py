@@ -62,6 +62,32 @@ async def test_lost_commits_are_named(tmp_path: Path) -> None:
     assert {path.name for path in aside.iterdir()} >= {FILE, "commits.log", "report.json"}
 
 
+async def test_lost_deletion_hides_no_other_loss(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    journal._writer.checkpoint()
+    await journal.append([program("p_deleted"), program("p_lost")])
+    await journal.append([DeleteRecord(programs=("p_deleted",))])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    report = inspect(image)
+    assert report.lost == ["p_lost"]
+    assert report.findings == ["the last 2 acknowledged commits are missing"]
+
+
+async def test_deletion_without_a_line_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p")])
+    with monkeypatch.context() as patched:
+        patched.setattr("conure.server.store.damage.commit_log.os.write", lambda *_: 0)
+        await journal.append([DeleteRecord(programs=("p",))])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    assert inspect(image).is_intact
+
+
 class Crash(BaseException):
     """Ends a recovery between two of its steps."""
 
