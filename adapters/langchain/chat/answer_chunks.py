@@ -33,6 +33,17 @@ INVALID: Final = "invalid"
 """Finish reason of an answer that does not match its schema. Its metadata has the `error`."""
 
 
+class CompletenessCheck(NamedTuple):
+    """What `max_tokens` may not cut in the answers of a call."""
+
+    has_tools: bool = False
+    """A tool call may not be cut."""
+    is_call_required: bool = False
+    """The answer may not end before its tool call."""
+    is_constrained: bool = False
+    """The answer may not end before it satisfies its constraint."""
+
+
 class CompleteAnswer(NamedTuple):
     """An answer in the `message` form."""
 
@@ -98,29 +109,43 @@ def result_of(answers: Sequence[CompleteAnswer]) -> ChatResult:
     return ChatResult(generations=generations, llm_output=output)
 
 
+def completeness_check(kwargs: Mapping[str, Any]) -> CompletenessCheck:
+    """Return the check of a call's answers.
+
+    Args:
+        kwargs: arguments of the call. The parser of a structured output has its own error.
+    """
+    if kwargs.get(ALLOW_CUT_ANSWERS):
+        return CompletenessCheck()
+    formats = (None, {"type": "text"})
+    has_tools = bool(kwargs.get("tools"))
+    return CompletenessCheck(
+        has_tools=has_tools,
+        is_call_required=has_tools and kwargs.get("tool_choice") not in (None, "auto", "none"),
+        is_constrained=bool(kwargs.get("constraint"))
+        or kwargs.get("response_format") not in formats,
+    )
+
+
 def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, Any]) -> None:
     """Check that `max_tokens` cut no answer in a tool call, or before it met its constraint.
 
     Args:
         answer: the answers of a call, or a chunk of one.
-        kwargs: arguments of the call. The parser of a structured output has its own error.
+        kwargs: arguments of the call.
 
     Raises:
         RunError: `output.incomplete`.
     """
-    formats = (None, {"type": "text"})
-    is_constrained = bool(kwargs.get("constraint")) or kwargs.get("response_format") not in formats
-    has_tools = bool(kwargs.get("tools"))
-    if kwargs.get(ALLOW_CUT_ANSWERS) or not (has_tools or is_constrained):
-        return
-    is_call_required = kwargs.get("tool_choice") not in (None, "auto", "none")
+    check = completeness_check(kwargs)
     generations = answer.generations if isinstance(answer, ChatResult) else [answer]
     for message in (generation.message for generation in generations):
         if message.response_metadata.get("finish_reason") != "length":
             continue
-        if has_tools and (_has_cut_call(message) or (is_call_required and not _has_call(message))):
+        is_call_missing = check.is_call_required and not _has_call(message)
+        if check.has_tools and (is_call_missing or _has_cut_call(message)):
             what = "its tool call was complete"
-        elif is_constrained:
+        elif check.is_constrained:
             what = "it satisfied its constraint"
         else:
             continue

@@ -13,7 +13,7 @@ from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 
 from conure.server.program.ir import Json
 
-from ..chat.answer_chunks import check_message
+from ..chat.answer_chunks import check_message, completeness_check
 from ..chat.json_values import decode
 from ..chat.messages import from_wire
 from .values import (
@@ -54,15 +54,15 @@ def deserializer(value: Value, program: str = "") -> Callable[[Json], object]:
 
 
 def have_same_form(values: Sequence[Value]) -> bool:
-    """Return whether all values have the same JSON form."""
+    """Return whether all values have the same JSON form and the same deserializer."""
     return len({_form(value) for value in values}) == 1
 
 
 def _form(value: Value) -> Hashable:
-    """Return a key that is equal for values with the same JSON form."""
+    """Return a key that is equal for values with the same JSON form and deserializer."""
     match value:
         case AnswerValue():
-            return "message"
+            return ("message", completeness_check(value.call.arguments))
         case Record():
             fields = frozenset((key, _form(item)) for key, item in value.fields.items())
             return (fields, value.rest is None)

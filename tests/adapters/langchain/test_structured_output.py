@@ -9,6 +9,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
 from langchain_core.output_parsers import JsonOutputParser
+from langchain_core.runnables import RunnableBranch
 from pydantic import BaseModel, field_validator
 
 from conure.adapters.client import Client
@@ -138,6 +139,20 @@ def test_a_parser_does_not_repair_the_cut_answer_of_a_compiled_chain(client: Cli
     for chain in chains:
         with pytest.raises(RunError, match="cut after 30 tokens before"):
             to_program(chain).run(client, "JSON")
+
+
+def test_answer_of_a_branch_is_checked_by_the_arguments_of_the_branch(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=30)
+    bound = llm.bind_tools([Big], tool_choice="any")
+    chains: list[Any] = [
+        RunnableBranch((lambda text: text == "tool", bound), llm),
+        RunnableBranch((lambda text: text != "tool", llm), bound),
+    ]
+    for chain in chains:
+        compiled = to_program(chain)
+        assert compiled.run(client, "JSON").content == chain.invoke("JSON").content
+        with pytest.raises(RunError, match="before its tool call was complete"):
+            compiled.run(client, "tool")
 
 
 OPENAI_SCHEMA = {"name": "big", "strict": True, "schema": Big.model_json_schema()}
