@@ -49,9 +49,8 @@ def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated
     """
     chain = coerce_to_runnable(runnable)
     if isinstance(chain, Accelerated):
-        chain = chain.bound
-    planned_model = model or next(models_of(chain), None)
-    return Accelerated(chain, planned_model)
+        model, chain = model or chain._model, chain.bound
+    return Accelerated(chain, model or next(models_of(chain), None))
 
 
 @dataclass(frozen=True, slots=True)

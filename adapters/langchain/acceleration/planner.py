@@ -45,6 +45,8 @@ from ..compilation.values import AnswerValue, ClientValue, Record, Source, Value
 from .plan import AwaitedValue, ChainPlan
 
 _MADE_BY_FACTORY: Final = "a function of the app makes it"
+_PARTS_OF_TEMPLATES: Final = ("prompt", "example_prompt", "prefix", "suffix", "messages")
+"""Fields of LangChain's templates that contain texts, messages or other templates."""
 
 
 def plan_of(
@@ -246,10 +248,9 @@ def _is_inert(template: Any) -> bool:
         return False
     if any(map(callable, getattr(template, "partial_variables", {}).values())):
         return False
-    prompt = getattr(template, "prompt", None) or getattr(template, "example_prompt", None)
-    parts = [*(prompt if isinstance(prompt, list) else [prompt])]
-    parts += getattr(template, "messages", [])
-    return all(part is None or _is_inert(part) for part in parts)
+    fields = [getattr(template, name, None) for name in _PARTS_OF_TEMPLATES]
+    parts = [part for each in fields for part in (each if isinstance(each, list) else [each])]
+    return all(_is_inert(part) for part in parts if part is not None and not isinstance(part, str))
 
 
 def _reads(node: dict[str, Json]) -> Iterator[str]:

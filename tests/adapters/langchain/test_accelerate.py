@@ -14,6 +14,8 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.prompts import PromptTemplate
+from langchain_core.prompts.few_shot_with_templates import FewShotPromptWithTemplates
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import (
     Runnable,
@@ -428,6 +430,19 @@ def test_functions_in_templates_run_once(llm: ChatConure) -> None:
     assert (run.num_served, run.misses, run.wasted) == (2, [], [])
 
 
+def test_parts_of_few_shot_templates_run_no_code_for_a_plan(llm: ChatConure) -> None:
+    code = {"now": lambda: pytest.fail("planning ran code of the app")}
+    ticking = PromptTemplate.from_template("at {now}", partial_variables=code)
+    plain = PromptTemplate.from_template("{x}")
+    for prefix, suffix in ((ticking, plain), (plain, ticking)):
+        few = FewShotPromptWithTemplates(
+            examples=[], example_prompt=plain, prefix=prefix, suffix=suffix, input_variables=["x"]
+        )
+        plan = plan_of(few | llm, identity=identity_of(llm), prefix="", config=None)
+        (awaited,) = plan.awaited.values()
+        assert "code of the app" in awaited.why
+
+
 def test_call_with_arguments_is_not_planned(llm: ChatConure) -> None:
     fast = accelerate(llm)
     assert fast.invoke("tea", stop=["a"]).content == llm.invoke("tea", stop=["a"]).content
@@ -681,7 +696,9 @@ async def test_chain_with_rejected_plan_continues(llm: ChatConure) -> None:
 def test_accelerated_chain_is_an_ordinary_runnable(llm: ChatConure) -> None:
     say = ask("{x}") | llm | TEXT
     inner = accelerate(say)
-    assert isinstance(accelerate(inner), Accelerated)
+    again = accelerate(accelerate(RunnableLambda(str), model=llm))
+    assert isinstance(again, Accelerated)
+    assert again._model is llm
     assert (inner | say).invoke("tea") == (say | say).invoke("tea")
     outer = accelerate(inner | say)
     assert outer.invoke("tea") == (say | say).invoke("tea")
