@@ -3,7 +3,8 @@
 Each workload is one program with all its applications. It runs whole on one server, whose receipt
 estimates the same calls as single requests. A parallel client then sends the calls one by one to
 an equal server; each prompt begins with other characters, so that nothing is shared, as in the
-estimate. The ratio is that of each round; texts differ by round.
+estimate. One ratio is computed per round. Each round has its own
+texts.
 
 After the six workloads come stages of equal calls, with and without a common prefix, on engines
 that decode 16 outputs at once.
@@ -26,6 +27,7 @@ import httpx
 
 from apps.client import AppClient
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, workload
+from conure.server.program.status import ENDED
 from end_to_end import REAL, ROOMY, SIMULATED, two_servers
 
 SALT_CHARS = 16
@@ -39,11 +41,11 @@ class CallStage(NamedTuple):
     num_prefix: int
     """Characters that all prompts begin with."""
     num_own: int
-    """Characters of each prompt after that."""
+    """Characters of each prompt after the common prefix."""
     num_output: int
     """Tokens of each output."""
     num_links: int = 1
-    """Calls of a chain; each reads the output of the one before."""
+    """Calls of a chain; each reads the output of the previous call."""
 
     def program(self, seed: str) -> dict[str, Any]:
         """Return the program; its texts are generated from the seed."""
@@ -124,16 +126,21 @@ class UnsharedClient(AppClient):
         return await super()._ask(method, path, json=changed)
 
 
-async def receipt(http: httpx.AsyncClient, program: dict[str, Any]) -> dict[str, Any]:
+async def run_program(http: httpx.AsyncClient, program: dict[str, Any]) -> dict[str, Any]:
     """Run a program and return its status."""
-    url = (await http.post("/v1/programs", json={"program": program})).raise_for_status().json()
+    response = await http.post("/v1/programs", json={"program": program})
+    accepted = response.raise_for_status().json()
     status: dict[str, Any] = {}
-    while status.get("status") not in ("done", "failed"):
-        response = await http.get(url["url"], params={"wait_s": 30})
+    while status.get("status") not in ENDED:
+        response = await http.get(accepted["url"], params={"wait_s": 30})
         status = response.raise_for_status().json()
-        await asyncio.sleep(0.05)
     assert status["status"] == "done", status
     return status
+
+
+def salt_of(name: str, seed: int) -> str:
+    """Return the start of the prompts of a workload in a round, which no others have."""
+    return f"{seed}.{(*SCALED, *STAGES).index(name)}"
 
 
 async def compare(
@@ -147,9 +154,9 @@ async def compare(
         program = joined(workload(name, seed), text_seed)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=urls[0], timeout=120, limits=limits) as http:
-        status = await receipt(http, program)
+        status = await run_program(http, program)
     async with httpx.AsyncClient(base_url=urls[1], timeout=120, limits=limits) as http:
-        measured_s = await UnsharedClient(http, f"{seed}{name[:4]}").seconds(program)
+        measured_s = await UnsharedClient(http, salt_of(name, seed)).seconds(program)
     found = status["receipt"]
     if verbose:
         print(json.dumps(found))
@@ -179,7 +186,7 @@ def main() -> None:
 
 
 def print_row(urls: tuple[str, str], name: str, num_rounds: int, *, verbose: bool) -> None:
-    """Run a workload, once more than it counts, and print its line."""
+    """Run a workload once to warm up and then `num_rounds` times, and print its line."""
     found = [
         asyncio.run(compare(urls, name, seed, verbose=verbose)) for seed in range(num_rounds + 1)
     ][1:]
