@@ -5,8 +5,9 @@ wrote. *Last use*: a block is held from the step that computes it to the last st
 *Next use* (Belady, 1966): of the blocks that the current step does not use, the one with the
 latest next use is evicted; blocks without a next use are evicted immediately.
 
-Names of blocks are equal if the tokens up to their ends are equal. The schedule is taken as
-recorded.
+Two full blocks have the same name if the tokens up to their ends are equal. A partial block has the
+name of the full block that it becomes, or else it is named by its context and index. The schedule
+is the recorded one.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class StepTrace(NamedTuple):
     uses: frozenset[Block]
     """Blocks of the rows that ran, including blocks that were only read."""
     computed: frozenset[Block]
-    """The subset of `uses` whose tokens were computed in this step."""
+    """The subset of `uses` that was computed from the first token of the block in this step."""
     num_held: int
     """Blocks that contexts referred to at the end of the step."""
     num_refilled: int = 0
     """Tokens of whole blocks that were computed although they had been computed before."""
     changes: Sequence[tuple[float, int]] = ()
-    """Number of held blocks from a time on, before the next step. Blocks released at the end of a
-    stage are free long before the next step starts.
+    """Pairs of a time and the number of held blocks from that time on, between this step and the
+    next. Blocks released at the end of a stage are free long before the next step starts.
     """
 
 
@@ -51,7 +52,7 @@ def block_seconds(trace: Sequence[StepTrace]) -> float:
 
 
 def last_use_block_seconds(trace: Sequence[StepTrace]) -> float:
-    """Return the same sum if every block were released after the last step that uses it.
+    """Return the sum of `block_seconds` if every block were released after its last use.
 
     A block that is computed again counts as a new block, because it was not held in between.
     """
