@@ -353,8 +353,10 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     systems = options.system or ["requests", "whole"]
     model = options.model or str(random_model.create_cached())
-    engine = (*(SIMULATED if options.simulated else (model, *REAL)), *options.option)
-    record = {**machine(), "engine": engine[1:], "rounds": options.rounds, "cells": []}
+    settings = (*(SIMULATED if options.simulated else REAL), *options.option)
+    engine = settings if options.simulated else (model, *settings)
+    record = {**machine(), "engine": settings, "model": options.model, "rounds": options.rounds}
+    record["cells"] = []
     with ExitStack() as stack:
         loop = stack.enter_context(asyncio.Runner())
         servers = Servers(model, engine, options.peer, stack)

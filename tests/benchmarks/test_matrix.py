@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from apps.scaled_workloads import ScheduledProgram, at_once
 from matrix import run, ties
 from matrix.chains import Chain, Runner, chain_of, run_chains
 from matrix.page import FOLDER, MARK, README, ratios, tables, wall_ratios
-from matrix.run import Round, Work, count_ties, summary
+from matrix.run import CellSetting, Round, Work, count_ties, summary
 
 PLANS = [chain(3, 20, 4), map_reduce(3, 20, 4), coding(2, 1, scale=40), single("s", 20, 5, 4, 0)]
 
@@ -190,6 +191,26 @@ def test_peer_and_its_python_need_each_other(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit):
             run.main(arguments)
         assert "need each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_record_has_the_options_of_the_engine_and_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_simulated: bool
+) -> None:
+    setting = CellSetting("w", 1, 100, run.ROOMY, 0.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(run, "settings_of", lambda *_: [setting])
+    monkeypatch.setattr(run.Servers, "url", lambda *_: "")
+    monkeypatch.setattr(run, "side_of", lambda *_: nullcontext())
+    monkeypatch.setattr(run, "run_cell", lambda *_: ({}, 0))
+    monkeypatch.setattr(run, "line_of", lambda *_: "")
+    out = tmp_path / "record.json"
+    simulated = ["--simulated"] if is_simulated else []
+    run.main([*simulated, "--model", "m", "--option=--quiet", "--out", str(out)])
+    record = json.loads(out.read_bytes())
+    expected = run.SIMULATED if is_simulated else run.REAL
+    assert record["engine"] == [*expected, "--quiet"]
+    assert record["model"] == "m"
 
 
 def test_counters_of_vllm_are_sums_over_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
