@@ -136,7 +136,10 @@ def check_model_argument(model: str) -> None:
     Raises:
         UsageError: if the path does not exist, or is a file.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as exc:  # the user does not exist
+        raise UsageError(f"model directory {model} does not exist") from exc
     if model.endswith(".gguf"):
         raise UsageError(
             f"{model} is a GGUF file, which Conure does not read; give the directory or the name "
@@ -151,8 +154,11 @@ def check_model_argument(model: str) -> None:
 def load_functions(module_name: str) -> Mapping[str, Callable[..., Any]]:
     """Return the functions that call nodes may use.
 
+    An error in the code of the module keeps its traceback.
+
     Raises:
-        UsageError: if the module cannot be imported or lacks the dict `functions`.
+        UsageError: if the module or one of its imports is missing, or if the module lacks the dict
+            `functions`.
     """
     if not all(map(str.isidentifier, module_name.split("."))):
         raise UsageError(

@@ -138,6 +138,7 @@ def test_batch_invariance_reaches_the_engine() -> None:
         ["serve", "--engine", "fake", "--script", "/nowhere/script.json"],
         ["serve", "/nowhere/model"],
         ["serve", "./nowhere"],
+        ["serve", "~no_such_user/model"],
         ["serve", "--dummy-weights", "/nowhere/config.json"],
         ["serve", "--dummy-weights", "/", "somebody/model"],
         ["serve", "--functions", "no_such_module_at_all"],
