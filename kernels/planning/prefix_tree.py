@@ -164,7 +164,8 @@ def _worthwhile(
             ancestors.pop()
         begin = ancestors[-1][1] if ancestors else 0
         num = queries[end] - queries[first]
-        saved = reads[end] - reads[first] - max(1.0, num / cost.ridge)
+        # Rounding gives a tiny negative number where nothing is saved.
+        saved = max(0.0, reads[end] - reads[first] - max(1.0, num / cost.ridge))
         price = cost.min_saved + cost.partial_tokens * num if cost.min_saved else 0
         if saved * (depth - begin) * block_size >= price:
             ranges.append((first, end, begin, depth))

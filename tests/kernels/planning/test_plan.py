@@ -97,6 +97,12 @@ def test_compute_bound_queries_do_not_share() -> None:
     assert len(busy.items()) == 2
 
 
+def test_compute_bound_queries_share_wherever_possible() -> None:
+    tables = [[0, 1, 10 + row] for row in range(5)]
+    plan = build_plan([4] * 5, [40] * 5, tables, block_size=16, min_saved=0, ridge=3)
+    assert len(plan.items()) == 6
+
+
 def test_partials_count_as_cost() -> None:
     tables = [[0, 1, 10 + row] for row in range(8)]
     rows = [1] * 8, [40] * 8, tables
