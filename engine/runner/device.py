@@ -138,8 +138,6 @@ def num_cores(
         threads = environment.get(name, "").partition(",")[0].strip()
         if threads.isdecimal() and int(threads):
             return int(threads)
-    if not hasattr(os, "sched_getaffinity"):
-        return max(1, (os.cpu_count() or 1) // num_engines)
     siblings = set()
     for processor in os.sched_getaffinity(0):
         path = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"

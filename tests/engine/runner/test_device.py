@@ -189,7 +189,7 @@ def test_environment_overrides_number_of_cores(
     environment: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Four processors, two of each core; another core is not for this process.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
     for processor, siblings in enumerate(["0,4", "1,5", "2,6", "3,7"] * 2):
         folder = tmp_path / f"cpu{processor}" / "topology"
         folder.mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_environment_overrides_number_of_cores(
 def test_processors_count_as_cores_without_topology(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8})
     assert device.num_cores({}, tmp_path, UNLIMITED) == 3
     assert device.num_cores({}, tmp_path, UNLIMITED, num_engines=2) == 1
     assert device.num_cores({}, tmp_path, UNLIMITED, num_engines=4) == 1
@@ -226,7 +226,7 @@ def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_container_limits_memory_and_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     groups = ControlGroups(tmp_path, tmp_path / "membership")
     (tmp_path / "membership").write_text("0::/\n")
     (tmp_path / "memory.max").write_text("1000\n")
