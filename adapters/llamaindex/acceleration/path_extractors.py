@@ -83,4 +83,4 @@ def plan(
 
 def _listed(names: Sequence[str] | None, what: str) -> str:
     """Return the names as LlamaIndex prints them."""
-    return ", ".join(names or ()) or f"No {what} provided, You are free to define them."
+    return ", ".join(names) if names else f"No {what} provided, You are free to define them."

@@ -240,7 +240,7 @@ async def test_stream_that_is_not_read_before_the_end_is_whole(
 PATH_EXTRACTORS: dict[str, Callable[[Conure], Any]] = {
     "simple": lambda llm: SimpleLLMPathExtractor(llm=llm, num_workers=2),
     "dynamic": lambda llm: DynamicLLMPathExtractor(
-        llm=llm, num_workers=2, allowed_entity_types=["Person"]
+        llm=llm, num_workers=2, allowed_entity_types=["Person"], allowed_relation_types=[""]
     ),
     "dynamic with properties": lambda llm: DynamicLLMPathExtractor(
         llm=llm, allowed_entity_props=["age"], allowed_relation_props=["since"]
