@@ -35,7 +35,8 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
 def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
     """Do what `cancel_unless_completed` does, for an asynchronous run.
 
-    It is not an async generator, as streams use it: see `owned_generator`.
+    This function is not an async generator, because streams use it; `owned_generator` gives the
+    reason.
     """
 
     async def cancel_if_failed(kind: type[BaseException] | None, *_: object) -> None:

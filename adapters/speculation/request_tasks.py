@@ -1,4 +1,5 @@
-"""The requests of one run that have no answer yet, and the end of those that get none.
+"""The requests of one run that have no answer yet, and the cancellation of a submission that is not
+answered in time.
 
 Used in the I/O thread.
 """
@@ -12,8 +13,8 @@ from typing import Final, NamedTuple
 
 from .outbox import OpenProgram, OutboxRequest
 
-PROMPT_ANSWER_S: Final = 1.0
-"""How long a server that is neither busy nor lost takes at most to answer a submission."""
+SUBMISSION_TIMEOUT_S: Final = 1.0
+"""Maximum time that a reachable server with capacity takes to answer a submission."""
 
 
 class _RequestTask(NamedTuple):
@@ -32,7 +33,7 @@ class RequestTasks:
 
     @contextlib.contextmanager
     def running(self, request: OutboxRequest) -> Iterator[None]:
-        """Record that the current task carries out a request in the block."""
+        """Record that the current task sends `request` while the block runs."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks[request] = _RequestTask(task, asyncio.get_running_loop().time())
@@ -41,14 +42,15 @@ class RequestTasks:
         finally:
             del self._tasks[request]
 
-    async def give_up(self, program: OpenProgram) -> bool:
-        """Cancel the requests of a program whose submission gets no prompt answer.
+    async def cancel_unanswered_requests(self, program: OpenProgram) -> bool:
+        """Cancel the requests of a program if its submission is not answered within
+        `SUBMISSION_TIMEOUT_S`.
 
         Otherwise the client would repeat the submission to a busy server for minutes, although the
         application waits for none of its calls.
 
         Returns:
-            Whether the submission was cancelled. Else it has an answer now.
+            Whether the requests were cancelled. If not, the submission has been answered.
         """
         sent = [
             (request, each)
@@ -58,7 +60,7 @@ class RequestTasks:
         for request, each in sent:
             if request.action == "submit":
                 age_s = asyncio.get_running_loop().time() - each.started_at_s
-                await asyncio.wait([each.task], timeout=max(0.0, PROMPT_ANSWER_S - age_s))
+                await asyncio.wait([each.task], timeout=max(0.0, SUBMISSION_TIMEOUT_S - age_s))
         if program.run is not None or program.is_rejected:
             return False
         for _, each in sent:

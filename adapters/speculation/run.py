@@ -355,7 +355,7 @@ class SpeculativeRun:
         if request.action == "submit":
             await self._submit(request)
         elif request.action == "cancel":
-            if program.run is None and await self._writing.give_up(program):
+            if program.run is None and await self._writing.cancel_unanswered_requests(program):
                 twin = self._client.twin
                 self._client.io_thread.start_task(_cancel_unanswered, twin, program.id)
             if program.run is not None:

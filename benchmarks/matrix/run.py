@@ -12,13 +12,13 @@
                  `whole` without the order by remaining work, without held programs, without both,
                  and with waiting calls that start only when another call ends
 
-The pool is a share of the working set: the most blocks that `requests` holds at once when memory
-is unlimited, but at least the longest call. Each system has its own server with equal options, all
-get the same prompts in a round and write the same number of tokens, and no two rounds have texts
-in common. Systems take turns in an order that alternates. The first round is not counted. Systems
-that share an engine and send the same prompts must write the same texts; a difference ends the
-benchmark, unless the model's two best tokens are equal but for rounding (`ties`). The record has
-the number of such texts.
+The working set is the maximum number of blocks that `requests` holds at once with unlimited memory.
+The pool is a percentage of the working set, but has room for the longest call. Each system has its
+own server with equal options, all get the same prompts in a round and write the same number of
+tokens, and no two rounds have texts in common. Systems take turns in an order that alternates. The
+first round is not counted. Systems that share an engine and send the same prompts must write the
+same texts; a difference ends the benchmark, unless the logits of the model's two best tokens differ
+by rounding only (`ties`). The record has the number of such texts.
 
 `openai` and `peer` need the package `langchain-openai` beside Conure. vLLM gets the same folder,
 type of weights, threads and number of KV blocks.
@@ -110,13 +110,13 @@ class Round(NamedTuple):
 
 
 def measure(
-    side: Side, sent: Sequence[ScheduledProgram], texts: str, loop: asyncio.Runner
+    side: Side, sent: Sequence[ScheduledProgram], text_seed: str, loop: asyncio.Runner
 ) -> Round:
-    """Run programs once on one system; their texts are generated from the seed `texts`."""
+    """Run programs once on one system; their texts are generated from `text_seed`."""
 
     async def run() -> tuple[list[AppAnswer], float]:
         began = time.perf_counter()
-        answers = await side.run(sent, texts)
+        answers = await side.run(sent, text_seed)
         return answers, time.perf_counter() - began
 
     before = work_of(side.url)
@@ -205,8 +205,8 @@ def _spread(numbers: Sequence[float]) -> dict[str, float]:
 
 
 def different_texts(results: dict[str, Round]) -> Iterator[tuple[str, str, int]]:
-    """Yield two systems that send the same prompts, and the position of an application of which
-    they wrote different texts.
+    """Yield each pair of systems that send the same prompts, with the index of an application for
+    which their texts differ.
     """
     for group in SAME_PROMPTS:
         first, *others = [name for name in group if name in results] or [""]
@@ -220,7 +220,7 @@ def different_texts(results: dict[str, Round]) -> Iterator[tuple[str, str, int]]
 def count_ties(
     results: dict[str, Round],
     sent: Sequence[ScheduledProgram],
-    texts: str,
+    text_seed: str,
     urls: dict[str, str],
 ) -> int:
     """Return how many texts differ by rounding alone.
@@ -228,17 +228,18 @@ def count_ties(
     Args:
         results: of one round, by system.
         sent: the programs of the round, in the order of the answers.
-        texts: the seed of their texts.
+        text_seed: the seed of their texts.
         urls: the systems' servers.
 
     Raises:
-        SystemExit: if another text differs, or one whose prompt is not known: that of a chain.
+        SystemExit: if a text differs by more than rounding, or if the systems are LangChain chains,
+            whose prompts are not known.
     """
     num_ties = 0
     for first, second, number in different_texts(results):
         found: int | None = None
         if first == "requests":
-            program = sent[number].plan.written(texts)
+            program = sent[number].plan.written(text_seed)
             theirs = ties.texts_of(urls[second], results[second].answers[number].program)
             ours = results[first].answers[number].texts
             found = ties.count_ties(urls[first], program, ours, theirs)
@@ -261,11 +262,11 @@ def run_cell(
     num_ties = 0
     for seed in range(rounds + 1):
         sent = at_once(setting.workload, seed, setting.programs)
-        texts = "-".join(str(part) for part in (*setting, seed))
+        text_seed = "-".join(str(part) for part in (*setting, seed))
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
-            results[side.name] = measure(side, sent, texts, loop)
-        num_ties += count_ties(results, sent, texts, urls)
+            results[side.name] = measure(side, sent, text_seed, loop)
+        num_ties += count_ties(results, sent, text_seed, urls)
         if seed:
             for each, result in results.items():
                 found[each].append(result)
@@ -305,7 +306,7 @@ def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[
 
 
 class Servers:
-    """The servers of all systems; those with full memory are kept for other workloads."""
+    """The servers of all systems. Servers with `ROOMY` blocks are kept for other workloads."""
 
     def __init__(self, model: str, engine: Sequence[str], peer: str, stack: ExitStack) -> None:
         self._model = model
@@ -403,7 +404,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--simulated", action="store_true", help="simulated engines")
     parser.add_argument("--model", help="a folder; default: the seeded model")
-    parser.add_argument("--peer", metavar="PYTHON", help="of an environment with vLLM")
+    parser.add_argument(
+        "--peer", metavar="PYTHON", help="Python interpreter of an environment with vLLM"
+    )
     parser.add_argument("--option", action="append", default=[], help="passed to `conure serve`")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     options = parser.parse_args(arguments)

@@ -1,4 +1,6 @@
-"""The rows of the page's first table, with the claim that each has to support."""
+"""The rows of the first table of `results/paper/README.md`, and the claim that each row is checked
+against.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ..protocol import EngineError
 from .control_groups import OWN_GROUPS, ControlGroups
 
 KEPT_BYTES: Final = 2**25
-"""Largest block that the C library keeps when it is freed; the maximum that it allows."""
+"""Size of the largest freed block that glibc keeps; glibc allows no larger value."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _DTYPES: Final = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
@@ -123,15 +123,17 @@ def num_cores(
 
     MKL_NUM_THREADS and OMP_NUM_THREADS take precedence, as in torch. Otherwise it is the number of
     cores that the process may run on. Two logical processors of a core count once, because they
-    share its arithmetic units. A container may have less processor time than cores; more threads
-    than that would be stopped in the middle of an operation, in which the others wait for them.
-    `torch.get_num_threads` does not tell: it returns whatever was set last.
+    share its arithmetic units. A container's quota may be less than the time of its cores. With
+    more threads than the quota allows, the system suspends threads during an operation, and the
+    other threads wait for them. `torch.get_num_threads` cannot be used: it returns the number that
+    was set last.
 
     Args:
         environment: The environment of the process.
         topology: The system's description of the processors, a folder.
         groups: The control groups of the process.
-        num_engines: Processes that share the cores. The environment counts for each.
+        num_engines: Processes that share the cores. A number from the environment applies to each
+            process and is not divided.
     """
     for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         # A list names the threads of nested parallel regions, outermost first.
@@ -148,8 +150,8 @@ def num_cores(
 def keep_freed_memory() -> None:
     """Configure glibc to keep freed memory for the next step; without glibc, do nothing.
 
-    By default glibc returns large blocks to the system, and each step pays for fresh pages: 13 %
-    of a prefill.
+    By default glibc returns large blocks to the system, and each step must map new pages, which
+    takes 13 % of a prefill.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

@@ -9,8 +9,8 @@ are discarded.
 
 Out of scope: the model, and the use of its logits.
 
-Shapes: T packed tokens - R rows - S sampling rows - H query heads - K kv heads - D, E head
-dims of keys, values.
+Shapes: T packed tokens - R rows - S sampling rows - U pending tokens - H query heads - K kv heads -
+D, E head dims of keys, values.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class PackedInputs(NamedTuple):
     last: Integers
     """[S] packed tokens whose logits are needed."""
     pending: Integers | None = None
-    """[2, U] packed tokens whose ids are still on the device (0 in `ids`), and the index of each
-    among the ids that the previous step sampled. None if the host has all ids."""
+    """[2, U] indices of packed tokens whose ids are still on the device (0 in `ids`), and for each
+    its index in the ids that the previous step sampled. None if the host has all ids."""
 
     def arrays(self, sizes: tuple[int, int] | None, scratch_block: int) -> list[Integers]:
         """Return ids, positions, slots and `last`, padded for the device.
@@ -111,7 +111,7 @@ class Attention:
     operations: ops.AttentionOperations
     layers: Sequence[LayerKVSpec]
     groups: dict[AttentionLayerGroup, tuple[Tensor, LayerCaches]] | None = None
-    """Set to collect a query and the caches of each layer group."""
+    """If not None, `attend` stores the last query and caches of each layer group here."""
 
     def attend(
         self,

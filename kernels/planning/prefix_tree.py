@@ -5,11 +5,12 @@ of blocks that each row has in common with the next one defines the whole tree: 
 the intervals of this list (Abouelhoda et al. 2004, for suffix arrays). The cost is one sort and
 one comparison of neighbours, a few array operations for any number of rows and levels.
 
-A node becomes a shared range only if reading it once saves more than it costs. A shared range
-of n tokens is read once instead of once per row; above `ridge` queries a read takes as long as
-the computation, so sharing saves less. The cost is one work item, plus one partial to merge for
-each of its queries (the rule of FastTree, MLSys'25, and PAT, ASPLOS'26, in tokens of reading).
-The blocks of a node that is not split off are read by each of its children.
+A node becomes a shared range only if sharing saves more than it costs. A shared range is read
+once instead of once per row. With more than `ridge` queries the computation takes longer than the
+read, so sharing saves less: a read for q queries counts as max(1, q / `ridge`) reads. The cost is
+one work item, plus one partial to merge for each query of the range. Both are measured in tokens
+read. FastTree (MLSys'25) and PAT (ASPLOS'26) use the same rule. If a node does not become a
+shared range, each of its children reads the node's blocks.
 
 Out of scope: queries, except their number per row.
 
@@ -37,14 +38,15 @@ PARTIAL_TOKENS: Final = 4
 
 
 class SplitCost(NamedTuple):
-    """The cost of a shared range, which decides whether it becomes a separate work item."""
+    """The cost of a shared range. It decides whether a node of the tree becomes one."""
 
     min_saved: int = MIN_SAVED_TOKENS
     """Tokens of reading that a shared range must save; 0 shares wherever possible."""
     partial_tokens: float = PARTIAL_TOKENS
     """Tokens of reading that one more partial of a query costs."""
     ridge: float = float("inf")
-    """Number of queries above which one range takes longer to compute than to read."""
+    """Number of queries for which the computation of a range takes as long as its read. With more
+    queries, the computation takes longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,7 @@ def build_prefix_tree(
         tables: [R, W] blocks of each row.
         limits: [R] number of blocks of each row that other rows may share.
         num_new: [R] queries of each row.
-        cost: When to split a range off.
+        cost: Decides which ranges are shared.
         block_size: Tokens of a block.
     """
     num_rows = len(limits)
@@ -92,9 +94,9 @@ def build_prefix_tree(
     least = int(limits.min())
     same = (tables[:, :least] == tables[0, :least]).all(axis=0)
     root = int(_num_leading(same[None])[0])
-    # The prefix common to all rows does not affect their order. Blocks are shifted by 1 and a
-    # row is 0 after its limit, so that a prefix precedes its extensions. As bytes, the highest
-    # first, two rows are compared in one call.
+    # The prefix common to all rows does not affect their order. Block ids are shifted by 1, and
+    # entries after a row's limit are 0, so that a prefix precedes its extensions. Each row becomes
+    # one big-endian byte string, so that one call compares two rows.
     words = tables[:, root:width].astype(np.uint32)
     words += 1
     words[:, least - root :][np.arange(least, width) >= limits[:, None]] = 0
@@ -111,7 +113,10 @@ def build_prefix_tree(
 def _split(
     order: Integers, common: Integers, num_new: Integers, cost: SplitCost, block_size: int
 ) -> PrefixTree:
-    """Return the shared ranges that are worth their cost; see `PrefixTree` for the arguments."""
+    """Return the shared ranges that are worth their cost.
+
+    `common` is the argument of `_intervals`; the others are those of `build_prefix_tree`.
+    """
     nodes = sorted(_intervals(common), key=itemgetter(0, 2))
     ranges = _worthwhile(nodes, num_new[order], cost, block_size) if nodes else []
     shared_blocks = np.zeros(len(order), dtype=np.int64)
@@ -150,7 +155,7 @@ def _worthwhile(
         cost: See `build_prefix_tree`.
         block_size: See `build_prefix_tree`.
     """
-    # Cumulative over rows. In a decode-only step both are the number of rows.
+    # `queries` and `reads` are cumulative over rows. In a decode-only step each row adds 1 to both.
     queries: Sequence[int] = range(len(num_new) + 1)
     reads: Sequence[float] = queries
     if int(num_new.max()) > 1 or cost.ridge < 1:

@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     async def status(self) -> protocol.StatusReport:
-        """Ask for the use of the engine's memory.
+        """Ask how much of the engine's memory is in use.
 
         Raises:
             ConnectionError: if the engine is lost before it answers.
@@ -109,7 +109,7 @@ class Engine(Protocol):
         ...
 
     async def embed(self, tokens: list[int], rank: float) -> protocol.Embedded | protocol.Failed:
-        """Return the mean of the last hidden states over a text, which gets its own context.
+        """Return the mean of the last hidden states over `tokens`, computed in a separate context.
 
         Raises:
             ConnectionError: if the engine is lost before it answers.

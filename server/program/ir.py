@@ -120,11 +120,13 @@ class Job(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, k
     """Nodes that are cancelled together and share an error policy."""
 
     parent: Name | None = None
-    """The job around it."""
+    """The job that contains this job."""
     on_error: Literal["fail", "isolate"] = "fail"
-    """`fail`: a failed node ends the program. `isolate`: it only skips the nodes that read it."""
+    """`fail`: a failed node ends the program. `isolate`: only the nodes that read the failed node's
+    value are skipped."""
     timeout_s: Seconds | None = None
-    """From the start of its first node; nodes in it that have not ended then fail."""
+    """Seconds from the start of the job's first node. Nodes of the job that have not ended by then
+    fail."""
 
 
 class Limits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -160,7 +162,7 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     """Options of one submission."""
 
     deadline_s: Seconds | None = None
-    """The program ends with `deadline_exceeded` if it takes longer."""
+    """The program ends with `deadline_exceeded` if it takes longer than this."""
     detach: bool = True
     """False: cancel the program if, for some time, no client follows it or waits for a value."""
     tokens: Literal["canonical", "kept"] = "canonical"

@@ -19,7 +19,8 @@ class TemplateMessage(NamedTuple):
 
     role: str
     content: tuple[PromptPiece, ...]
-    """Segments. The text of a `special` piece counts as the template's own."""
+    """Segments. Like the template's own text, the text of a `special` piece may become control
+    tokens."""
     name: str | None = None
     tool_calls: Sequence[Json] | None = None
     tool_call_id: str | None = None
@@ -46,11 +47,11 @@ class RenderedChat(NamedTuple):
     pieces: tuple[PromptPiece, ...]
     ends: tuple[int, ...]
     """For each content segment, in the order of the messages, the number of characters of the
-    joined text up to its end. Never decreases; a segment that is not in the text ends with the one
-    before it."""
+    joined text up to its end. The numbers never decrease; a segment that is not in the text has the
+    end of the previous segment."""
     prefix_break: bool
-    """Whether the text up to a segment's end may depend on later segments. Every end is the end of
-    the text then."""
+    """Whether the text up to a segment's end may depend on later segments. If so, every number in
+    `ends` is the length of the text."""
 
 
 def count_segments(messages: Sequence[TemplateMessage]) -> int:
@@ -65,7 +66,8 @@ def build_rendered_chat(
 
     Args:
         pieces: in order.
-        ends: number of characters up to the end of each segment found in the text, by its index.
+        ends: number of characters up to the end of each segment that is in the text, by segment
+            index.
         num_segments: number of content segments of the chat.
     """
     joined: list[PromptPiece] = []

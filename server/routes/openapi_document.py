@@ -1,7 +1,7 @@
 """The OpenAPI document at `/schema`, as JSON and YAML, without a viewer that loads external files.
 
-Invariants: the document is made when it is requested first, in a thread: it takes half a second,
-in which the event loop serves other requests. Each format is made once.
+Invariants: the first request for a format makes it, in a thread, because this takes half a second;
+the event loop serves other requests meanwhile. Each format is made once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OpenApiDocument:
 
     Args:
         version: version of Conure.
-        routes: returns the handlers that the document describes, without `ROUTES`.
+        routes: returns the handlers that the document describes. `ROUTES` is not among them.
         bodies: the structs that `json_body` refers to.
     """
 
@@ -73,8 +73,8 @@ class OpenApiDocument:
         return {**document, "components": {**components, "schemas": schemas}}
 
     def _derived(self) -> dict[str, Any]:
-        # Litestar's own route would make the document on the event loop. So an application of its
-        # own describes the handlers; it is released with this call.
+        # Litestar's own route would make the document on the event loop. So a second application,
+        # used only in this method, describes the handlers.
         described = Litestar(
             self._routes(),
             openapi_config=OpenAPIConfig(

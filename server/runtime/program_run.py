@@ -89,7 +89,7 @@ class ProgramRun:
     def quotas(self) -> dict[str, QuotaUse]:
         """What the program has used of its quotas."""
         steps = max(0, MAX_STEPS - self.context.work.budget.left)
-        return self.context.quota.use(num_nodes=len(self.state.nodes), steps=steps)
+        return self.context.quota.usage(num_nodes=len(self.state.nodes), steps=steps)
 
     @property
     def is_over(self) -> bool:

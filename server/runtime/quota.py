@@ -1,6 +1,7 @@
 """What one program may hold in memory and write to the journal.
 
-Invariant: bytes are counted before they are taken. The end of a program is always written.
+Invariant: a limit is checked before a value is kept or a record is written. The record of a
+program's end has no limit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..program.status import QuotaUse
 MAX_LIVE_BYTES: Final = 64 * 1024 * 1024
 """JSON of all values of a program."""
 MAX_JOURNAL_BYTES: Final = 256 * 1024 * 1024
-"""JSON of all records of a program, besides its last one."""
+"""JSON of all records of a program except the last."""
 MAX_EVENTS: Final = 2_000_000
 
 
@@ -57,8 +58,10 @@ class ProgramQuota:
         if self.num_events >= self._limits.events:
             raise _exceeded("events", "events", self._limits.events)
 
-    def use(self, *, num_nodes: int, steps: int) -> dict[str, QuotaUse]:
-        """Return what a program with some nodes and steps has used of each quota."""
+    def usage(self, *, num_nodes: int, steps: int) -> dict[str, QuotaUse]:
+        """Return the use and the limit of each quota, for a program with `num_nodes` nodes and
+        `steps` steps.
+        """
         limits = self._limits
         return {
             "steps": QuotaUse(used=steps, limit=MAX_STEPS),

@@ -132,7 +132,7 @@ def composed_codes() -> set[str]:
     early = {"failed", "killed", "skipped", "cancelled"}
     assert early < set(get_args(Phase))
     return {
-        *(f"quota.{name}" for name in ProgramQuota(QuotaLimits()).use(num_nodes=0, steps=0)),
+        *(f"quota.{name}" for name in ProgramQuota(QuotaLimits()).usage(num_nodes=0, steps=0)),
         *(f"node.{phase}" for phase in early),
         *(f"run.{phase}" for phase in {*early, "deadline_exceeded"}),
         *(f"submit.{word}" for word in first_arguments(placeholders, "_error")),

@@ -43,9 +43,10 @@ def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated
 
     Args:
         runnable: a Runnable, or an object that LangChain coerces to one (a dict, a function).
-        model: calls of models on the same server are planned. None: the first `ChatConure`
-            that is visible in the structure of the chain. If none is visible, nothing is planned,
-            and the run uses the server of the first model that is called.
+        model: a model of the server whose calls are planned; calls to other servers are not.
+            None: the first `ChatConure` that is visible in the structure of the chain. If none is
+            visible, nothing is planned, and the run uses the server of the first model that is
+            called.
     """
     chain = coerce_to_runnable(runnable)
     if isinstance(chain, Accelerated):
@@ -112,7 +113,9 @@ class Accelerated(PassthroughRunnable):
         return self.bound.get_graph(*args, **kwargs)
 
     def explain(self) -> Explanation:
-        """Return the plan, the reasons of its gaps, and the statistics of the latest runs."""
+        """Return the plan, why parts of the chain are not planned, and the statistics of the latest
+        runs.
+        """
         return Explanation(self._instrumenter.default_plan, tuple(self._runs))
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
@@ -163,7 +166,8 @@ class Accelerated(PassthroughRunnable):
                 async for chunk in owned:
                     yield chunk
 
-    # Runnable builds the methods below from those above; the chain's own ones would not plan.
+    # `Runnable` implements the methods below with `invoke` and `stream`. The chain's own
+    # implementations would run without a plan.
 
     def batch(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run the chain on each input independently."""
@@ -192,7 +196,7 @@ class Accelerated(PassthroughRunnable):
             yield chunk
 
     def astream_events(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the chain's events; those of `version="v3"` come from the chain without a plan."""
+        """Yield the chain's events. With `version="v3"` the chain runs without a plan."""
         if kwargs.get("version") == "v3":
             return super().astream_events(*args, **kwargs)
         return Runnable.astream_events(self, *args, **kwargs)
@@ -269,7 +273,8 @@ class _BatchOfOne(PassthroughRunnable):
     """Runs each input of an accelerated chain as a batch of one.
 
     `Runnable.batch` calls `invoke` for each input, but events and errors of `chain.batch` differ
-    from those of `chain.invoke`. A batch of one has those of a batch, and its own plan.
+    from those of `chain.invoke`. A batch of one has the events and errors of a batch, and its own
+    plan.
     """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002

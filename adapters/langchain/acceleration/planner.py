@@ -57,10 +57,10 @@ def plan_of(
     Args:
         chain: any Runnable.
         identity: models with this identity (`identity_of`) are planned, others are awaited.
-        prefix: of all names in the plan.
+        prefix: prefix of all names in the plan.
         config: configuration of the chain's run; decides the values of configurable fields.
     """
-    # A Runnable made of a callable without a name lacks the attribute.
+    # A Runnable made from a callable without `__name__` has no attribute `name`.
     graph = ChainGraph(getattr(chain, "name", None) or "chain", prefix=prefix)
     compiler = _PlanningCompiler(graph, identity)
     position = ChainPosition(
@@ -71,9 +71,11 @@ def plan_of(
         answer.call.is_message = True
     nodes = graph.build([])["nodes"]
     calls = tuple(
-        PlannedCall(position, answer.call.variable, node, frozenset(_reads(node)))
-        for (position, answer), node in zip(compiler.calls.items(), nodes, strict=True)
+        PlannedCall(place, answer.call.variable, node, frozenset(_reads(node)))
+        for (place, answer), node in zip(compiler.calls.items(), nodes, strict=True)
     )
+    # A chain whose only call reads everything before it gains nothing from running ahead; the call
+    # is sent when the chain reaches it.
     is_direct = len(calls) == 1 and not compiler.may_grow and compiler.reads_all(calls[0])
     return ChainPlan(
         calls,
@@ -101,17 +103,17 @@ class _PlanningCompiler(ChainCompiler):
         self.awaited: dict[str, AwaitedValue] = {}
         self.models: list[ChatConure] = []
         self.may_grow = False
-        """Parts of the chain are planned later."""
+        """Whether parts of the chain are planned later."""
         self._identity = identity
         self._num_parallel = 0
-        """Parts with parallel branches around the present part."""
+        """Number of enclosing parts with parallel branches."""
         self._unread: list[Source] = []
         """Awaited values that no later awaited value is computed from."""
         self._before_call: list[Source] | None = None
-        """`_unread` when the first call was compiled; None if another branch runs beside it."""
+        """`_unread` when the first call was compiled; None if that call is in a parallel branch."""
 
     def reads_all(self, call: PlannedCall) -> bool:
-        """Return whether the first call reads all that the chain computes before."""
+        """Return whether the first call reads everything that the chain computes before it."""
         return self._before_call is not None and all(
             any(view.variable in call.reads for view in source.views)
             for source in self._before_call

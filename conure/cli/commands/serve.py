@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def loading(config: Config) -> str:
-    """Return a line for the time until the server listens, which is long for a large model."""
+    """Return the line that is shown until the server listens; a large model takes long to load."""
     if config.engine == "fake":
         return "Starting ..."
     if config.dummy_weights is not None:
@@ -96,7 +96,9 @@ def loading(config: Config) -> str:
 
 
 def _size_of(folder: Path) -> str:
-    """Return the size of a model, empty without weights; the engine reports why."""
+    """Return the size of a model as text, or an empty text if it has no readable weights (the
+    engine reports the reason).
+    """
     from conure.engine.models.inspection import size_on_disk
 
     try:

@@ -138,10 +138,10 @@ async def test_the_end_of_a_run_waits_for_a_prompt_answer_to_a_submission() -> N
     assert client.requests == ["submit", "cancel"]
 
 
-async def test_a_submission_without_a_prompt_answer_is_given_up(
+async def test_a_submission_without_an_answer_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_tasks, "PROMPT_ANSWER_S", 0.01)
+    monkeypatch.setattr(request_tasks, "SUBMISSION_TIMEOUT_S", 0.01)
     client: Any = SlowDouble()
     run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
     run.plan([call("a", set(), "tea")])
