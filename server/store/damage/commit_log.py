@@ -123,6 +123,10 @@ def find_losses(folder: Path, connection: sqlite3.Connection | None) -> CommitLo
     lost: list[CommitLine] = []
     readable = [line for line in lines if line is not None]
     for line in reversed(readable):
+        if line.deleted and line.table != "head":
+            # A line of an earlier version. It proves nothing, and the deleted rows may prove the
+            # lines before.
+            break
         if connection is not None and _is_present(connection, line):
             break
         lost.append(line)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conure.server.program.errors import UnavailableError
+from conure.server.store.damage.commit_log import CommitLine, CommitLog
 from conure.server.store.damage.integrity import find_traces, inspect
 from conure.server.store.database import RESERVE_NAME
 from conure.server.store.journal import DeleteRecord, Journal, JournalError, ProcedureRecord
@@ -85,6 +86,18 @@ async def test_deletion_without_a_line_is_no_loss(
         await journal.append([DeleteRecord(programs=("p",))])
     image = crash_image(tmp_path / "data", tmp_path / "image")
     await journal.close()
+    assert inspect(image).is_intact
+
+
+async def test_deletion_that_an_earlier_version_logged_is_no_loss(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p")])
+    await journal.append([DeleteRecord(programs=("p",))])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    log = CommitLog(image)
+    log.add(CommitLine("program", 0, 0, [], [], ["p"]))
+    log.close()
     assert inspect(image).is_intact
 
 
