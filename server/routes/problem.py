@@ -113,7 +113,7 @@ def _litestar_error(request: Request[Any, Any, Any], exc: HTTPException) -> Publ
     code = _ROUTE_CODES.get(exc.status_code, "request.invalid")
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
-        routes = [route.path_format for route in request.app.routes]
+        routes = [route.path for route in request.app.routes]
         message = explain_unknown_route(request.scope["path"], routes)
         return PublicError(404, code, message, None, headers)
     if exc.status_code == 405:

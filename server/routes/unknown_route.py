@@ -22,7 +22,7 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
 
     Args:
         path: path of the request.
-        routes: paths of the server's routes; a parameter is in braces.
+        routes: paths of the server's routes; a parameter is in braces, with its type.
     """
     known = list(routes)
     message = f"route {path} does not exist"
@@ -46,7 +46,12 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
     rest = path.removeprefix(f"{_API}/")
     for route in known:
         # A base URL that ends with an endpoint, to which the client adds another one.
-        if "{" not in route and path.startswith(f"{route}/") and route.startswith(f"{_API}/"):
+        if (
+            "{" not in route
+            and route.startswith(f"{_API}/")
+            and path.startswith(f"{route}/")
+            and _is_known(_API + path.removeprefix(route), known)
+        ):
             return f"{message}: end the base URL with {_API}, without {route.removeprefix(_API)}"
     if rest.split("/")[0] in _UNSERVED:
         return f"{message}: this server generates text only and has no counterpart of it"
@@ -64,4 +69,10 @@ def _foreign_base(path: str, known: Iterable[str]) -> str | None:
 
 
 def _is_known(path: str, routes: Iterable[str]) -> bool:
-    return any(re.fullmatch(re.sub(r"\\\{.*?\\\}", "[^/]+", re.escape(r)), path) for r in routes)
+    return any(re.fullmatch(_pattern(route), path) for route in routes)
+
+
+def _pattern(route: str) -> str:
+    """Return the regular expression for the paths of a route."""
+    with_paths = re.sub(r"\\\{\w+:path\\\}", ".+", re.escape(route))
+    return re.sub(r"\\\{.*?\\\}", "[^/]+", with_paths)

@@ -16,6 +16,7 @@ WRONG = [
     ("GET", "/v1/v1/programs/p_1", "end the base URL with the port for Conure's"),
     ("POST", "/chat/completions", "add /v1 to the base URL, as in http://HOST:PORT/v1"),
     ("GET", "/models", "add /v1 to the base URL"),
+    ("GET", "/models/acme/tiny", "add /v1 to the base URL"),
     ("POST", "/openai/v1/chat/completions", "the base URL has the path /openai; remove it"),
     ("POST", "/api/chat/completions", "the base URL ends with /api; end it with /v1 instead"),
     ("GET", "/llm/api/models", "the base URL ends with /llm/api; end it with /v1 instead"),
@@ -23,6 +24,7 @@ WRONG = [
     ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
     ("POST", "/v1/images/generations", "generates text only"),
     ("POST", "/v1/moderations", "generates text only"),
+    ("GET", "/v1/programs/p_1/event", "/schema lists the routes"),
     ("POST", "/v1/surprise", "/schema lists the routes"),
 ]
 
