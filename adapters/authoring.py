@@ -202,6 +202,10 @@ class _Definitions:
                 self._add_function(name, value, caller)
             elif isinstance(value, str | int | float | bool | list | tuple | dict | Enum | None):
                 self._add_constant(name, value, caller)
+            elif isinstance(value, bytes | bytearray | set | frozenset):
+                _refuse_constant(name)
+            elif isinstance(value, LanguageProgram):
+                _refuse(f"`{name}` is a program: to call it, decorate it with `conure.function`")
             elif inspect.isfunction(value):
                 _refuse(f"`{name}` is a plain function: decorate it with `conure.function`")
 
@@ -306,8 +310,15 @@ def _literal(name: str, value: Any) -> str:
     try:
         encode_json(value)
     except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError):
-        _refuse(f"`{name}` is not a JSON value: pass it as an input")
-    return repr(msgspec.to_builtins(value))
+        _refuse_constant(name)
+    literal = msgspec.to_builtins(value)
+    if literal != msgspec.to_builtins(value, str_keys=True):
+        _refuse(f"`{name}` has a key that is not a string: a JSON object has only string keys")
+    return repr(literal)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    _refuse(f"`{name}` is not a JSON value: pass it as an input")
 
 
 def _source_of(function: _Part) -> tuple[int, str]:

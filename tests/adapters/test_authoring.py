@@ -40,7 +40,6 @@ class Number(int):
 
 
 TONES = {"first": Tone.WARM, "others": (Tone.WARM, "cold")}
-FIVE = Number(5)
 
 
 def strip() -> None:
@@ -163,6 +162,17 @@ def test_a_plain_function_is_refused() -> None:
         calls_plain()
 
 
+def test_a_program_in_a_program_is_refused() -> None:
+    @conure.program
+    def outer(goods: str):  # type: ignore[no-untyped-def]
+        yield {"named": naming(goods)}
+
+    with pytest.raises(ProgramError) as caught:
+        outer(goods="tea")
+    message = "`naming` is a program: to call it, decorate it with `conure.function`"
+    assert (caught.value.code, caught.value.message) == ("language.source", message)
+
+
 def test_names_in_comprehensions_annotations_and_defaults_are_sent(client: Client) -> None:
     @conure.program
     def shops(goods: list, style: str = STYLE):  # type: ignore[no-untyped-def, type-arg]
@@ -199,12 +209,23 @@ def test_constants_are_json(client: Client) -> None:
     assert "TONES = {'first': 'warm', 'others': ('warm', 'cold')}" in tones.source
     assert client.run(tones()).status == "done"
 
-    @conure.program
-    def five():  # type: ignore[no-untyped-def]
-        yield {"five": FIVE}
 
-    with pytest.raises(ProgramError, match="`FIVE` is not a JSON value"):
-        five()
+@pytest.mark.parametrize(
+    ("constant", "message"),
+    [
+        (Number(5), "`constant` is not a JSON value"),
+        ({"tea"}, "`constant` is not a JSON value"),
+        (b"tea", "`constant` is not a JSON value"),
+        ({"teas": [{1: "green"}]}, "`constant` has a key that is not a string"),
+    ],
+)
+def test_a_constant_that_is_not_json_is_refused(constant: Any, message: str) -> None:
+    @conure.program
+    def tones():  # type: ignore[no-untyped-def]
+        yield {"tones": constant}
+
+    with pytest.raises(ProgramError, match=message):
+        tones()
 
 
 BASE = """
