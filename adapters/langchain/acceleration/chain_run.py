@@ -58,7 +58,7 @@ class ChainRun:
         self._name = name
         self._is_streamed = is_streamed
         self._session = session
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._bound_run: SpeculativeRun | None = None
         if client is not None:
             self.bind_to(client)
@@ -69,6 +69,8 @@ class ChainRun:
         self._names: set[str] = set()
         """Of the nodes and variables of all plans."""
         self._num_names = 0
+        self._wasted: list[CallRecord] = []
+        """Unclaimed calls that had ended before the end of the run."""
         self._held: CallRecord | None = None
         """The single call of the plan, held back for its model to send."""
         self._direct: CallRecord | None = None
@@ -97,9 +99,7 @@ class ChainRun:
 
     def prefix(self) -> str:
         """Return a prefix for the names of one more plan; the first plan needs none."""
-        if self._bound_run is None:
-            return ""
-        with self._registry.lock:
+        with self._lock:
             is_first = self._num_names == 0
             prefix = self._next_name("in{}_")
             return "" if is_first else prefix
@@ -113,12 +113,13 @@ class ChainRun:
             plans: each with the values that the input of its chain gives.
             is_start: the chain has not begun to run.
         """
+        with self._lock:
+            self._names.update(*(plan.names for plan, _ in plans))
         if self._bound_run is None:
             return  # without a server, nothing is planned
         with self._registry.lock:
             for plan, _ in plans:
                 self._run.outbox.may_grow |= plan.may_grow
-                self._names |= plan.names
                 self.stats.num_planned += len(plan.calls)
                 for awaited in plan.awaited.values():
                     self._awaited.update({view.variable: awaited for view in awaited.source.views})
@@ -281,10 +282,11 @@ class ChainRun:
         self.is_over, self._has_failed = True, is_failed
         if self._bound_run is None:
             return False
-        is_cancelled = is_failed or not self._registry.is_settled()
-        records = self._registry.records.values()
-        # Calls that ended unused. Cancelling the run ends the others, which `_finished` adds.
-        self.stats.wasted = [r.call.place for r in records if not r.is_claimed and r.has_ended]
+        with self._registry.lock:
+            is_cancelled = is_failed or not self._registry.is_settled()
+            records = self._registry.records.values()
+            # Calls that ended unused. Cancelling the run ends the others, which `_finished` adds.
+            self._wasted = [each for each in records if not each.is_claimed and each.has_ended]
         self._run.end(is_cancelled=is_cancelled, keeps_awaited=not is_failed)
         return is_cancelled
 
@@ -295,15 +297,15 @@ class ChainRun:
         first = next((p.id for p in self._run.outbox.programs), "")
         self.stats.program = first if self._direct is None else self._direct.program
         self.stats.refusals = list(self._registry.rejections)
-        records = self._registry.records.values()
+        with self._registry.lock:
+            records = list(self._registry.records.values())
         self.stats.num_in_first_program = sum(
             each.is_claimed and bool(each.program) and each.program == self.stats.program
             for each in records
         )
-        for record in records:
-            place = record.call.place
-            if record.was_started and not record.is_claimed and place not in self.stats.wasted:
-                self.stats.wasted.append(place)
+        stopped = [each for each in records if each.was_started and not each.is_claimed]
+        wasted = dict.fromkeys([*self._wasted, *stopped])
+        self.stats.wasted = [each.call.place for each in wasted]
         return self.stats
 
     # --- matching -------------------------------------------------------------------------
@@ -350,11 +352,12 @@ class ChainRun:
 
     def _next_name(self, form: str) -> str:
         """Return a numbered name, or beginning of names, that no name of a plan begins with."""
-        while True:
-            self._num_names += 1
-            name = form.format(self._num_names)
-            if not any(taken.startswith(name) for taken in self._names):
-                return name
+        with self._lock:
+            while True:
+                self._num_names += 1
+                name = form.format(self._num_names)
+                if not any(taken.startswith(name) for taken in self._names):
+                    return name
 
     def _miss(self) -> PlanMiss:
         """Explain a miss by a planned call that the chain has not made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -232,7 +233,6 @@ def test_unneeded_calls_are_reported_at_the_end(case: Case) -> None:
     assert not case.registry.is_settled()
     case.registry.on_event(committed("a", "A"))
     case.chain._end(is_failed=False)
-    assert case.chain.stats.wasted == ["at a"]
     ran, waited = NodeStatus(status="cancelled", engine="e"), NodeStatus(status="cancelled")
     nodes = {"a_call": ran, "b_call": ran, "c_call": waited, "somebody_elses": ran}
     status = ProgramStatus(id="p", status="cancelled", created_at="now", nodes=nodes)
@@ -258,6 +258,33 @@ def test_names_of_later_calls_differ_from_the_names_of_a_plan(
     assert {each.variable for each in plan.calls} == {"miss2", "in4_answer"}
     assert run._claim(node("z", "another prompt")).variable == "miss3"
     assert run.prefix() == "in5_"
+
+
+def test_plans_of_a_run_without_a_server_have_different_names() -> None:
+    run = ChainRun(None, "chain", is_streamed=False)
+    assert [run.prefix(), run.prefix()] == ["", "in2_"]
+
+
+def test_unneeded_calls_of_one_place_are_counted_one_by_one(case: Case) -> None:
+    calls = [replace(call(name, set(), name), place="at a") for name in "de"]
+    case.registry.plan(calls)
+    for record in case.registry.records.values():
+        record.was_started = True
+    case.chain._end(is_failed=False)
+    assert case.chain._finished().wasted == ["at a", "at a"]
+
+
+def test_the_end_reads_the_calls_under_their_lock(case: Case) -> None:
+    lock: Any = case.registry.lock
+
+    class Records(dict[str, CallRecord]):
+        def values(self) -> Any:
+            assert lock._is_owned(), "another thread may add a call"
+            return super().values()
+
+    case.registry.records = Records()
+    case.chain._end(is_failed=False)
+    case.chain._finished()
 
 
 async def test_the_answers_to_one_call_share_its_time_limit(case: Case) -> None:
