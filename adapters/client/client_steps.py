@@ -10,7 +10,7 @@ repeats the event.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -50,7 +50,7 @@ STEP_EVENTS: Final[tuple[EventType, ...]] = (
 """The events that a run needs. A stream of all types would send every token of every text."""
 
 MAX_CLOSED = 1_000
-"""Ended programs whose request ids are remembered."""
+"""Maximum number of programs without a session whose request ids are kept."""
 
 
 class StepResult(NamedTuple):
@@ -94,7 +94,10 @@ class ClientStepDeduplicator:
 
     def __init__(self) -> None:
         self._claimed: dict[str, set[str]] = {}
-        self._closed: deque[str] = deque()
+        self._num_sessions: Counter[str] = Counter()
+        """Open sessions by program."""
+        self._closed: dict[str, None] = {}
+        """Programs without an open session, in the order of their last sessions' ends."""
         self._lock = threading.Lock()
 
     def open(
@@ -113,14 +116,27 @@ class ClientStepDeduplicator:
                 attempts at a step are not run again.
             program: the program itself, if it is known.
         """
+        with self._lock:
+            self._num_sessions[program_id] += 1
+            self._closed.pop(program_id, None)
         return ClientStepSession(self, program_id, outputs, status, Failures(program))
 
     def close(self, program_id: str) -> None:
-        """Record the end of a program. The oldest ended programs are forgotten."""
+        """Record that a session of a program has ended.
+
+        The request ids of the program are dropped after the last sessions of `MAX_CLOSED` further
+        programs, unless another session serves it.
+        """
         with self._lock:
-            self._closed.append(program_id)
-            while len(self._closed) > MAX_CLOSED:
-                self._claimed.pop(self._closed.popleft(), None)
+            self._num_sessions[program_id] -= 1
+            if self._num_sessions[program_id]:
+                return
+            del self._num_sessions[program_id]
+            self._closed[program_id] = None
+            if len(self._closed) > MAX_CLOSED:
+                oldest = next(iter(self._closed))
+                del self._closed[oldest]
+                self._claimed.pop(oldest, None)
 
     def claim(self, program_id: str, request_id: str) -> bool:
         """Return whether this is the first claim of a request."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from conure.adapters.client.client_steps import (
+    MAX_CLOSED,
     MAX_VALUE_BYTES,
     ClientStepDeduplicator,
     ClientStepSession,
@@ -34,6 +35,27 @@ def session_after(*events: tuple[EventType, dict[str, Any]]) -> ClientStepSessio
     for seq, (kind, data) in enumerate(events, 1):
         session.on_event(Event(seq=seq, type=kind, data=data), {})
     return session
+
+
+def end_programs(deduplicator: ClientStepDeduplicator, number: int) -> None:
+    for i in range(number):
+        deduplicator.open(f"p_{i}", [])
+        deduplicator.close(f"p_{i}")
+
+
+def test_requests_are_kept_while_a_session_serves_the_program() -> None:
+    deduplicator = ClientStepDeduplicator()
+    for _ in range(2):
+        deduplicator.open("p", [])
+    assert deduplicator.claim("p", "r")
+    deduplicator.close("p")
+    end_programs(deduplicator, MAX_CLOSED)
+    assert not deduplicator.claim("p", "r")
+    deduplicator.close("p")
+    end_programs(deduplicator, MAX_CLOSED - 1)
+    assert not deduplicator.claim("p", "r")
+    end_programs(deduplicator, MAX_CLOSED)
+    assert deduplicator.claim("p", "r")
 
 
 HANDLED: tuple[EventType, dict[str, Any]] = (
