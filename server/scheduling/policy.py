@@ -40,9 +40,9 @@ MAX_PLACE_IN_LINE_S = 600.0
 HEAD_START_S = 10.0
 """How long a program that no reader waits for keeps its place in the queue after its start."""
 DUE_S = 30.0
-"""A call without a deadline counts as due this long after its program's start. A call with a
-deadline therefore ranks this much before its latest start, and overtakes no call that has waited
-for longer than `DUE_S`."""
+"""A call without a deadline counts as due this long after its program's start, plus its delays. A
+call with a deadline therefore ranks this much before its latest start. Its deadline lets it
+overtake another call only if that call has waited for less than `DUE_S` plus its delays."""
 LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""
@@ -290,8 +290,11 @@ class ConurePolicy:
             why = "no reader waits for it"
         if inputs.latest_start_s is not None:
             # A late call keeps the advance of a call without slack: its duration is an estimate.
-            at_s = min(at_s, max(inputs.latest_start_s, arrived_s) - DUE_S)
-            why = f"{inputs.latest_start_s - arrived_s:.2f} s of slack"
+            due_at_s = max(inputs.latest_start_s, arrived_s) - DUE_S
+            if due_at_s < at_s:
+                at_s = due_at_s
+                slack_s = inputs.latest_start_s - arrived_s
+                why = f"{slack_s:.2f} s of slack" if slack_s >= 0.0 else f"{-slack_s:.2f} s late"
         overuse_s = min(max(inputs.tenant_overuse_s, 0.0), MAX_TENANT_OVERUSE_DELAY_S)
         if overuse_s:
             why += f", its tenant is {overuse_s:.1f} s ahead of its share"
@@ -401,6 +404,7 @@ def explain(
     if candidate.reservations.num_calls == 1:
         reasons.append("it was empty")
     if not reasons:
-        reasons.append("it costs least" if policy == "conure" else "most room")
+        considers_room_only = policy in (FcfsPolicy.name, LeastAttainedPolicy.name)
+        reasons.append("most room" if considers_room_only else "it costs least")
     room = f"{num_with_room} of {num_considered} engines looked at had room"
     return f"{policy}: {', '.join(reasons)}; {room}"

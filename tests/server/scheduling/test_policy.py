@@ -24,6 +24,7 @@ from conure.server.scheduling.policy import (
     WORK_PENALTY,
     EngineCandidate,
     Policy,
+    explain,
 )
 from conure.server.scheduling.request import PriorityInputs, ResourceRequest
 from conure.server.scheduling.reservations import EngineReservations
@@ -118,6 +119,21 @@ def test_deadline_ranks_by_slack() -> None:
     assert at("conure", latest_start_s=1004.0) == pytest.approx(4.0 - DUE_S)
     assert at("conure", latest_start_s=5000.0) == at("conure")
     assert at("conure", latest_start_s=-5000.0) == pytest.approx(-DUE_S), "a late call"
+
+
+@pytest.mark.parametrize(
+    ("latest_start_s", "why"),
+    [
+        (1004.0, "4.00 s of slack"),
+        (997.0, "3.00 s late"),
+        (4500.0, "a reader waits for it, 0 calls follow it"),
+    ],
+)
+def test_the_reason_of_a_rank_is_what_decided_it(latest_start_s: float, why: str) -> None:
+    inputs = PriorityInputs(
+        arrived_at_s=1000.0, program_started_at_s=1000.0, latest_start_s=latest_start_s
+    )
+    assert POLICIES["conure"].rank(inputs).why == why
 
 
 @given(inputs=priority_inputs, policy=st.sampled_from(list(POLICIES.values())))
@@ -236,6 +252,18 @@ def test_batch_call_avoids_engine_with_critical_call() -> None:
     waited_for, full = engine_with("waited", critical), engine_with("full", *[bulk] * 6)
     for name in ("parrot", "conure"):
         assert cheapest(name, bulk, waited_for, full) == "full"
+
+
+def test_parrot_reports_room_only_where_room_decides() -> None:
+    request = resource_request(need=100)
+    candidate = offer(engine_with("busy", request, request), request)
+    reasons = {name: explain(name, request, candidate, 1, 2).partition(";")[0] for name in POLICIES}
+    assert reasons == {
+        "fcfs": "fcfs: most room",
+        "parrot": "parrot: it costs least",
+        "least-attained": "least-attained: most room",
+        "conure": "conure: it costs least",
+    }
 
 
 def test_critical_call_joins_engine_with_critical_call() -> None:
