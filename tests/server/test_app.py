@@ -400,6 +400,7 @@ def test_openapi_has_every_route_with_schemas(document: dict[str, Any]) -> None:
     assert "202" in submit["responses"]
     for path, item in paths.items():
         for operation in item.values():
+            assert "429" in operation["responses"] or not path.startswith("/v1/"), path
             for status, answer in operation["responses"].items():
                 if int(status) >= 400 and not path.startswith(_OTHER_ERRORS):
                     assert list(answer["content"]) == ["application/problem+json"], (path, status)

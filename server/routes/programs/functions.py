@@ -8,6 +8,7 @@ from litestar import Request, get
 from msgspec import Struct
 
 from ...program.functions import FunctionSignature
+from ..openapi import error_responses
 from ..request_context import service_of
 
 
@@ -17,7 +18,7 @@ class FunctionList(Struct, frozen=True):
     functions: list[FunctionSignature]
 
 
-@get("/v1/functions", tags=["programs"])
+@get("/v1/functions", responses=error_responses(), tags=["programs"])
 async def list_functions(request: Request[Any, Any, Any]) -> FunctionList:
     """List the functions that `call` nodes may name, with parameters and limits."""
     return FunctionList(service_of(request).functions())

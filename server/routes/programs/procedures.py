@@ -41,11 +41,11 @@ class _Form(NamedTuple):
 
 _NAME = _Form(
     re.compile(r"[A-Za-z_][\w.-]{0,127}"),
-    "a name: use up to 128 letters, digits, `_`, `.` and `-`, first a letter or `_`",
+    "a name: use up to 128 letters, digits, `_`, `.` and `-`; the first is an ASCII letter or `_`",
 )
 _ALIAS = _Form(
     re.compile(r"[A-Za-z_][\w.-]{0,63}"),
-    "an alias: use up to 64 letters, digits, `_`, `.` and `-`, first a letter or `_`",
+    "an alias: use up to 64 letters, digits, `_`, `.` and `-`; the first is an ASCII letter or `_`",
 )
 _REFERENCE = _Form(
     re.compile(REFERENCE_PATTERN),
@@ -120,7 +120,7 @@ async def delete_pin(request: Request[Any, Any, Any], reference: FromPath[str]) 
 
 @delete(
     "/v1/procedures/{reference:str}",
-    responses=error_responses(400, 404, 409),
+    responses=error_responses(404, 409),
     tags=["procedures"],
 )
 async def delete_procedure(request: Request[Any, Any, Any], reference: FromPath[str]) -> None:
@@ -147,7 +147,7 @@ async def delete_alias(
     await service_of(request).procedures.remove_alias(name, alias, tenant=tenant_of(request))
 
 
-@get("/v1/procedures", tags=["procedures"])
+@get("/v1/procedures", responses=error_responses(), tags=["procedures"])
 async def list_procedures(request: Request[Any, Any, Any]) -> ProcedureList:
     """List all versions of all procedures with their aliases."""
     return ProcedureList(await service_of(request).procedures.list_all(tenant=tenant_of(request)))

@@ -135,7 +135,7 @@ async def submit_program(
     return ASGIResponse(body=body, status_code=202, media_type="application/json", headers=headers)
 
 
-@get("/v1/programs", responses=error_responses(400), tags=["programs"])
+@get("/v1/programs", responses=error_responses(), tags=["programs"])
 async def list_programs(
     request: Request[Any, Any, Any],
     status: StatusFilter = None,

@@ -38,6 +38,15 @@ async def test_a_version_is_removed_by_its_hash_only(tmp_path: Path) -> None:
             assert "write `name@version` with 32 hexadecimal digits" in answer.json()["detail"]
 
 
+async def test_a_name_begins_with_an_ascii_letter(tmp_path: Path) -> None:
+    async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
+        accepted = await client.put("/v1/procedures/aä1", json={"source": TEXT})
+        assert accepted.status_code == 200
+        refused = await client.put("/v1/procedures/ä1", json={"source": TEXT})
+    assert (refused.status_code, refused.json()["code"]) == (400, "procedure.name")
+    assert "the first is an ASCII letter or `_`" in refused.json()["detail"]
+
+
 @pytest.mark.parametrize(("is_removed_before", "is_restarted"), [(False, False), (True, True)])
 async def test_a_version_is_removed_with_its_pin(
     tmp_path: Path, is_removed_before: bool, is_restarted: bool
