@@ -41,7 +41,10 @@ class SessionInference(UnsharedState):
     """Sessions by message history."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may restore a session
+        self._lock = threading.Lock()
+        self._restored: deque[ResumedSession] = deque()
+        """Restored sessions that are not in `_sessions` yet. The garbage collector may call
+        `restore` in a thread that holds the lock."""
         self._sessions: OrderedDict[bytes, deque[str]] = OrderedDict()
         """By hash of the history up to an answer. Several sessions may have equal histories."""
         self._num_sessions = 0
@@ -55,6 +58,7 @@ class SessionInference(UnsharedState):
             return None
         ends = [*_history_hashes(messages)]
         with self._lock:
+            self._put_restored()
             # The longest history is the latest; the shorter ones have been continued.
             for end in reversed(ends):
                 if end in self._sessions:
@@ -63,7 +67,7 @@ class SessionInference(UnsharedState):
 
     def restore(self, resumed: ResumedSession) -> None:
         """Make the session of a failed call available to its retry."""
-        self._put(resumed.history_hash, resumed.session)
+        self._restored.append(resumed)
 
     def record(
         self, messages: Sequence[dict[str, Json]], answer: dict[str, Json], session: str
@@ -76,17 +80,23 @@ class SessionInference(UnsharedState):
             session: session of the call, or a new one.
         """
         (*_, end) = _history_hashes([*messages, answer])
-        self._put(end, session)
+        with self._lock:
+            self._put_restored()
+            self._put(end, session)
+
+    def _put_restored(self) -> None:
+        while self._restored:
+            resumed = self._restored.popleft()
+            self._put(resumed.history_hash, resumed.session)
 
     def _put(self, end: bytes, session: str) -> None:
-        with self._lock:
-            self._sessions.setdefault(end, deque()).append(session)
-            self._sessions.move_to_end(end)
-            self._num_sessions += 1
-            if self._num_sessions > MAX_CONVERSATIONS:
-                oldest = next(iter(self._sessions))
-                self._sessions[oldest].popleft()
-                self._count_removed(oldest)
+        self._sessions.setdefault(end, deque()).append(session)
+        self._sessions.move_to_end(end)
+        self._num_sessions += 1
+        if self._num_sessions > MAX_CONVERSATIONS:
+            oldest = next(iter(self._sessions))
+            self._sessions[oldest].popleft()
+            self._count_removed(oldest)
 
     def _take(self, end: bytes) -> str:
         # Calls without follow-ups leave old entries, so the latest entry is the likeliest.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.adapters.langchain.chat import sessions
-from conure.adapters.langchain.chat.sessions import SessionInference
+from conure.adapters.langchain.chat.sessions import ResumedSession, SessionInference
 
 
 def user(text: str) -> dict[str, Any]:
@@ -60,18 +59,23 @@ def test_equal_histories_continue_two_sessions() -> None:
 def test_garbage_collector_may_restore_a_session_while_another_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = SessionInference()
+    monkeypatch.setattr(sessions, "MAX_CONVERSATIONS", 1)
+
+    class CollectedInference(SessionInference):
+        def _count_removed(self, end: bytes) -> None:
+            """Call `restore` like the garbage collector, between two changes under the lock."""
+            if lost:
+                self.restore(lost.pop())
+            super()._count_removed(end)
+
+    lost: list[ResumedSession] = []
+    known = CollectedInference()
     known.record([user("hi")], answer("ho"), "one")
     resumed = known.resume([user("hi"), answer("ho")])
     assert resumed is not None
-
-    def collecting_deque() -> deque[str]:
-        monkeypatch.undo()
-        known.restore(resumed)
-        return deque()
-
-    monkeypatch.setattr(sessions, "deque", collecting_deque)
-    record = partial(known.record, [user("hey")], answer("ho"), "two")
+    known.record([user("hey")], answer("ho"), "two")
+    lost.append(resumed)
+    record = partial(known.record, [user("hello")], answer("ho"), "three")
     thread = threading.Thread(target=record, daemon=True)
     thread.start()
     thread.join(5)
