@@ -272,10 +272,12 @@ class ChainGraph:
             return lambda: {"var": name}
         if isinstance(value, PromptTurnsValue) and not is_printed:
             return value.expression
+        if isinstance(value, PromptTurnsValue):
+            advice = "a model and `| StrOutputParser()` after the prompt"
+        else:
+            advice = "`| StrOutputParser()` after the model"
         raise unsupported(
-            position,
-            f"{VALUE_KINDS[type(value)]} object is used as a value; add "
-            "`| StrOutputParser()` after the model",
+            position, f"{VALUE_KINDS[type(value)]} object is used as a value; add {advice}"
         )
 
     def exported_variable(

@@ -469,6 +469,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "chain.steps[1]",
         "add `| StrOutputParser()` after the model",
     ),
+    "printed prompt": (
+        RunnableParallel(y=RunnableParallel(z=ask("{x}"))) | ask("{y}") | LLM,
+        "chain.steps[1]",
+        "add a model and `| StrOutputParser()` after the prompt",
+    ),
 }
 
 
