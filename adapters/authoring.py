@@ -40,7 +40,7 @@ P = ParamSpec("P")
 
 
 class OutputParameter:
-    """Annotates a parameter of a semantic function that is an output, with its options."""
+    """Annotation of an output parameter of a semantic function, with the options of the output."""
 
     def __init__(self, **options: Json) -> None:
         self.options = options
@@ -104,7 +104,7 @@ class LanguageProgram(Generic[P]):
         objectives: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> SourceSubmission:
-        """Return a submission with objectives and options; inputs may also be PUT later."""
+        """Return a submission with objectives and options; inputs may also be sent later by PUT."""
         return SourceSubmission(
             source=self.source,
             name=self.__name__,
@@ -115,7 +115,7 @@ class LanguageProgram(Generic[P]):
 
 
 class LanguageName:
-    """A function that the language has, for editors and type checkers."""
+    """A built-in function of the decoder language, importable for editors and type checkers."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -181,7 +181,7 @@ def _text_of(main: LanguageProgram[...]) -> str:
 
 
 class _Definitions:
-    """The functions and constants that a program uses, and those that they use.
+    """The functions and constants that a program uses, directly or through other functions.
 
     Invariant: a name has one meaning. The text has one namespace for all modules, and for the
     variables of the program.
@@ -193,7 +193,7 @@ class _Definitions:
         self._main = main
         self._variables = _variables_of(main)
         self._meanings: dict[str, tuple[object, str]] = {main.__name__: (main, _module_of(main))}
-        """What names mean, each with the module of a function that uses it."""
+        """By name: the function or literal that it refers to, and the module of its first user."""
         self._add_references(main)
 
     def _add_references(self, caller: _Part) -> None:
@@ -232,7 +232,10 @@ class _Definitions:
             )
 
     def _is_new(self, name: str, meaning: object, caller: _Part) -> bool:
-        """Return whether no function before used a name; refuse one with another meaning."""
+        """Return whether a name is not in the text yet.
+
+        A name that already has another meaning is refused.
+        """
         known, module = self._meanings.setdefault(name, (meaning, _module_of(caller)))
         if known != meaning:
             _refuse(
@@ -266,7 +269,7 @@ def _references(part: _Part) -> Iterator[tuple[str, Any]]:
 
 
 def _global_names(table: SymbolTable) -> list[str]:
-    """Return the names that a scope and those in it, such as comprehensions, read from outside."""
+    """Return the global names that a scope and its nested scopes, such as comprehensions, read."""
     read = (each.get_name() for each in table.get_symbols() if _is_read_global(each))
     nested = (name for child in table.get_children() for name in _global_names(child))
     return list(dict.fromkeys([*read, *nested]))
@@ -301,12 +304,12 @@ def _definition_of(part: _Part) -> ast.FunctionDef:
     definition.decorator_list, definition.returns = [], None
     for each in ast.walk(definition.args):
         if isinstance(each, ast.arg) and not isinstance(each.annotation, ast.Call):
-            each.annotation = None  # a type; the options of `Output(...)` are read
+            each.annotation = None  # a type; `Output(...)` is kept, because its options are read
     return definition
 
 
 def _literal(name: str, value: Any) -> str:
-    """Return a constant as text; members of an Enum have their values."""
+    """Return a constant as text; an Enum member is replaced by its value."""
     try:
         encode_json(value)
     except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError):
@@ -340,7 +343,7 @@ def _unindented(text: str) -> str:
     except SyntaxError:  # reported when the definition is read
         return textwrap.dedent(text)
     strings = [each for each in ast.walk(tree) if isinstance(each, ast.Constant | ast.JoinedStr)]
-    # The first line of the tree is not one of the text, and a string begins after indentation.
+    # Skip the tree's extra first line, and the first line of each string, which is indented code.
     kept = {i for each in strings for i in range(each.lineno - 1, (each.end_lineno or 0) - 1)}
     lines = enumerate(text.split("\n"))
     return "\n".join(line if i in kept else line.removeprefix(indentation) for i, line in lines)

@@ -1,4 +1,4 @@
-"""Examples for finetuning from the traces of programs. Pure functions."""
+"""Examples for fine-tuning from the traces of programs. Pure functions."""
 
 from __future__ import annotations
 

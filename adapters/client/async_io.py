@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 
-from .client_steps import StepRequest, call_plainly
+from .client_steps import StepRequest, call_step_function
 from .connection import LIMITS, ClientSettings
 from .exchange.retry import Retry
 from .local_app import Application, AsyncTransport
@@ -187,7 +187,7 @@ async def call_function(step: StepRequest) -> Any:
     """
     if inspect.iscoroutinefunction(step.function):
         return await step.function(**step.args)
-    value = await asyncio.to_thread(call_plainly, step)
+    value = await asyncio.to_thread(call_step_function, step)
     return await value if inspect.isawaitable(value) else value
 
 

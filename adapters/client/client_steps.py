@@ -75,11 +75,11 @@ class StepRequest(NamedTuple):
     function: Function
 
 
-def call_plainly(step: StepRequest) -> Any:
+def call_step_function(step: StepRequest) -> Any:
     """Call the function of a step and return what it returns: JSON, or an awaitable.
 
     Raises:
-        RuntimeError: if the function raises StopIteration, which no coroutine can pass on.
+        RuntimeError: if the function raises StopIteration, which a coroutine cannot raise.
         Exception: what the function raises.
     """
     try:
@@ -90,7 +90,7 @@ def call_plainly(step: StepRequest) -> Any:
 
 
 class ClientStepDeduplicator:
-    """Remembers which step requests one client has run, over all its runs."""
+    """Records which step requests a client has claimed, over all programs that it runs."""
 
     def __init__(self) -> None:
         self._claimed: dict[str, set[str]] = {}
@@ -112,8 +112,8 @@ class ClientStepDeduplicator:
         Args:
             program_id: id of the program.
             outputs: names of its outputs.
-            status: of a program that was submitted earlier: its ended steps and the expired
-                attempts at a step are not run again.
+            status: status of the program, if it was submitted earlier. Steps that have ended and
+                attempts that have expired are not run again.
             program: the program itself, if it is known.
         """
         with self._lock:
@@ -168,7 +168,10 @@ class ClientStepSession:
         self._queued: set[str] = set()
         """Request ids of steps whose functions have not begun."""
         self._status = status
-        """When the session began, of a program that was submitted earlier."""
+        """Status of the program when the session began.
+
+        None if this client has just submitted it.
+        """
         self._program_id = program_id
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
@@ -201,7 +204,7 @@ class ClientStepSession:
         return None
 
     def _has_ended(self, request: Mapping[str, Any]) -> bool:
-        """Return whether a request was answered or has expired when the session began."""
+        """Return whether a request had been answered or had expired when the session began."""
         if self._status is None:
             return False
         output = self._status.variables.get(request["output"])
@@ -241,7 +244,9 @@ class ClientStepSession:
         self._values[name] = value
 
     def needs_status(self) -> bool:
-        """Return whether `result` needs the program's status, as its last event was not seen."""
+        """Return whether `result` needs the program's status because `program.finished` was not
+        received.
+        """
         return self._last_event is None
 
     def result(self, status: ProgramStatus | None) -> StepResult:

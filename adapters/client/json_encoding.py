@@ -1,4 +1,4 @@
-"""JSON of requests, without the numbers that JSON does not have."""
+"""Encodes requests as JSON, and refuses numbers that JSON cannot represent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conure.server.program.errors import ExpressionError
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON. A `msgspec.Raw` in it is JSON already.
+    """Return a value as JSON. A `msgspec.Raw` in it is inserted as it is.
 
     Raises:
         TypeError: if the value is not JSON.
@@ -24,7 +24,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _without_content(raw: Any) -> None:
-    """Stand in for the one type that only the encoder accepts."""
+    """Replace a `msgspec.Raw`, which `to_builtins` does not accept, by None."""
     assert isinstance(raw, msgspec.Raw)
 
 

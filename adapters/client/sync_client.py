@@ -577,7 +577,7 @@ class Run:
         """Return what the program and its calls have read and written so far, one span each.
 
         The first span is the program, the others are its children. Their attributes have the
-        names of OpenInference. `training_examples` turns them into examples for finetuning.
+        names of OpenInference. `training_examples` turns them into examples for fine-tuning.
 
         Args:
             token_ids: include the token ids of prompts and outputs.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import httpx
 
 from .async_client import AsyncClient
-from .client_steps import StepRequest, call_plainly
+from .client_steps import StepRequest, call_step_function
 from .connection import LIMITS, ClientSettings
 from .exchange.retry import Retry
 from .io_thread import IOThread
@@ -192,7 +192,7 @@ def _log_failure(future: Future[None]) -> None:
 
 def call_function(step: StepRequest) -> Any:
     """Call the function of a step. An awaitable result is awaited."""
-    value = call_plainly(step)
+    value = call_step_function(step)
     return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
 
 

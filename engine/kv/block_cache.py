@@ -41,7 +41,7 @@ class BlockCache:
     def acquire(self, node: RadixNode) -> int:
         """Add a reference to a node's block. Return how its tokens count: CACHED or SHARED."""
         if node.is_cached:
-            self.tree.revive(node)
+            self.tree.mark_referenced(node)
             self.pool.revive(node.block)
             return CACHED
         self.pool.retain(node.block)

@@ -12,9 +12,8 @@ Reuse. A context gets KV without computing it in three ways, tried in this order
 
 Eviction. When no block is free, cached blocks are evicted first, least recently used leaf
 first; then contexts lose blocks (see `eviction`). A context that loses KV keeps its ids and
-recomputes them when it is scheduled again. An idle context is never recomputed for its own
-sake: when a fork ends, the KV that the fork had to recompute is shared with the context it was
-forked from.
+recomputes them when it is scheduled again. An idle context is not recomputed. Instead, when a
+fork ends, the KV that the fork had to recompute is shared with the context it was forked from.
 
 Writes. A row writes only to blocks that no other context refers to and that the tree does not
 hold for others; any other block is copied first. Exception: a context that needs the logits of
@@ -60,8 +59,8 @@ class KVCacheManager:
         """All contexts with blocks."""
         self._unwritten: set[int] = set()
         self._rewritten: set[int] = set()
-        """Blocks that become invalid if this step fails although it does not fill them: this step
-        runs their last token again, or the previous step, still in flight, fills them."""
+        """Blocks that this step does not fill, but that become invalid if it fails: it runs their
+        last token again, or the previous step, which is still in flight, fills them."""
         self._sharing = PrefixSharing(
             self._cache, block_size, counters, holders=self._holders, unwritten=self._unwritten
         )
@@ -69,20 +68,23 @@ class KVCacheManager:
         self._release_after_step: list[Context] = []
         """Contexts that the server has freed, and that the current step still computes."""
         self._num_begun = 0
-        """Steps that were begun. More than were started: a step may get no rows, and contexts are
-        marked with it nevertheless."""
+        """Number of calls of `begin_step`. A step without rows is not started, but contexts may be
+        marked with its number."""
         self._step = _NO_STEP
 
     def begin_step(self) -> None:
-        """Start allocating for a step. A context that allocates in it keeps its blocks."""
+        """Start allocating for a step.
+
+        A context that allocates in this step is not preempted during it.
+        """
         self._num_begun += 1
         self._step = self._num_begun
 
     def seal_step(self) -> set[int]:
         """End allocation, once the step is started. Return the blocks that the step writes.
 
-        Steps take effect in the order in which they are started. To the next step, these
-        blocks are written, and blocks that this step reads may be overwritten.
+        Steps take effect in the order in which they are started. So the next step may read these
+        blocks, and may overwrite the blocks that this step reads.
         """
         self._step = _NO_STEP
         self.copies.clear()
@@ -146,15 +148,16 @@ class KVCacheManager:
         if num_known // self.block_size > context.depth:
             depth = context.depth
             self._sharing.register(context, num_known, is_computed=False)
-            # Before `begin` the step in flight writes: to this step the blocks are written.
+            # The step in flight writes the blocks before `begin`, so this step can read them.
             earlier = blocks[depth : min(context.depth, begin // self.block_size)]
             self._unwritten.difference_update(earlier)
             self._rewritten.update(earlier)
         return max(begin, end)
 
     def fits(self, context: Context, end: int) -> bool:
-        """Return whether a context can grow to `end` without taking blocks from another."""
-        # A block that others read is copied, and the sources of copies are not available.
+        """Return whether a context can grow to `end` without taking blocks from another context."""
+        # One more for the copy of a shared block. Sources of copies are not available until the
+        # start.
         num_blocks = max(0, -(-end // self.block_size) - len(context.blocks)) + 1
         return num_blocks + len(self.copies) <= self.pool.num_free + self.pool.num_cached
 
@@ -250,13 +253,18 @@ class KVCacheManager:
         node = context.node
         for index in range(context.depth - 1, -1, -1):
             assert node is not None
-            assert node.block == context.blocks[index], "the block table left the tree's path"
+            assert node.block == context.blocks[index], (
+                "the block table does not match the tree's path"
+            )
             assert node.key == tuple(context.ids[index * size : (index + 1) * size])
             node = node.parent
         assert node is None or (node.parent is None and node.salt == context.salt)
 
     def _make_writable(self, context: Context, index: int) -> bool:
-        """Give a context its own copy of a block if others read it. False without a free block."""
+        """Give a context its own copy of a block if others read it.
+
+        Return False if no block is free.
+        """
         block = context.blocks[index]
         refs, node = self.pool.refs, self._cache.tree.node_of[block]
         if refs[block] == 1 and (node is None or index < context.depth):
@@ -294,9 +302,9 @@ class KVCacheManager:
         return block
 
     def _shorten(self, victim: Context, num_wanted: int) -> None:
-        """Release up to `num_wanted` of the last blocks that no other context reads.
+        """Shorten a context by up to `num_wanted` blocks that no other context reads.
 
-        At least one is released if there is one. Shared blocks at the end are released first.
+        Shared blocks at its end are released first and are not counted.
         """
         num_released = 0
         while victim.blocks and num_released < num_wanted:
@@ -323,13 +331,13 @@ class KVCacheManager:
     def _restore_to_origin(self, context: Context) -> None:
         """Share KV that a fork had to recompute with the idle context it was forked from.
 
-        Later forks of that context will read it.
+        Later forks of that context reuse the KV.
         """
         origin, length = context.origin, context.origin_len
         while origin is not None and origin.is_released:
             length = min(length, origin.origin_len)
             origin = origin.origin
-        # Forks of this context find their nearest live ancestor through it.
+        # Forks of this context find their nearest live ancestor through its `origin`.
         context.origin, context.origin_len = origin, length
         if origin is None or origin.has_work:
             return

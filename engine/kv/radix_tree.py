@@ -6,7 +6,7 @@ tokens, on which KV depends too. Each salt has its own root, so contexts with di
 nothing.
 
 Blocks of live contexts are in the tree as soon as they are *scheduled* to be computed, so
-that simultaneous arrivals with one prefix compute it once, even within one step
+that contexts that arrive together with the same prefix compute it once, even within one step
 (RadixAttention, arXiv 2312.07104, inserts after a request has finished).
 
 Out of scope: reference counts. The caller sets `is_cached` and `is_retained`.
@@ -49,8 +49,8 @@ class RadixTree:
         """The node of each block. Read by the hot path, written here only."""
         self._roots: dict[str, RadixNode] = {}
         # Heap of (last_use, sequence number, leaf). An entry becomes stale when its node is
-        # revived or gains a child. Stale entries are skipped by `evict`, and swept by `_push`
-        # when they outnumber blocks.
+        # referenced again, gains a child or is removed. `evict` skips stale entries; `_push`
+        # removes them when they outnumber the blocks.
         self._leaves: list[tuple[int, int, RadixNode]] = []
         self._clock = 0
 
@@ -92,7 +92,7 @@ class RadixTree:
         if not node.children:
             self._push(node)
 
-    def revive(self, node: RadixNode) -> None:
+    def mark_referenced(self, node: RadixNode) -> None:
         """Mark a cached node as referenced again."""
         node.is_cached = False
 
@@ -135,7 +135,7 @@ class RadixTree:
     def _check_node(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None
-        assert self.node_of[node.block] is node, "a block does not name its node"
+        assert self.node_of[node.block] is node, "the entry of a block in `node_of` is not its node"
         assert parent.children[node.key] is node
         if parent.parent is not None:
             assert parent.is_retained or not node.is_retained, "the parent is not retained"

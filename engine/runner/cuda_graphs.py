@@ -2,10 +2,10 @@
 
 A step of few tokens takes an accelerator less time than the host needs to launch its kernels one
 by one. The kernels and their arguments are therefore recorded once for each padded number of
-tokens, and replayed with one call. A recording holds addresses: a replay reads the present
-content of the same buffers, while numbers known to the host keep the value they had when recorded.
-A function can be recorded only if everything that differs between two steps of one key reaches it
-through tensors that stay in place.
+tokens, and replayed with one call. A recording holds addresses: a replay reads the current
+content of the same buffers. Numbers that the host passed to the kernels keep their recorded value.
+A function can be recorded only if everything that may differ between two steps with the same key
+is in tensors whose addresses do not change.
 
 Out of scope: models and rows.
 Invariants: a function that cannot be recorded is run eagerly.
@@ -48,7 +48,7 @@ class CudaGraphCache:
         self._record = record
         self._replays: LRUCache[Hashable, Replay] = LRUCache(MAX_RECORDINGS)
         self._eager_keys: set[Hashable] = set()
-        """Keys for whose recording the memory was too small."""
+        """Keys that could not be recorded for lack of memory."""
         self._can_record = True
         self.last_replay: Replay | None = None
         """Replay of the latest step, None if it ran eagerly."""
@@ -79,7 +79,7 @@ class CudaGraphCache:
 
     def _try_record(self, key: Hashable, function: Callable[[], Tensor]) -> Replay | None:
         if len(self._replays) == MAX_RECORDINGS:
-            # Free its memory before the new recording takes some.
+            # Free the memory of the least recently used recording before a new one is made.
             self._replays.popitem()
         try:
             replay = self._replays[key] = self._record(function)
@@ -106,14 +106,14 @@ class CudaGraphCache:
 class CudaGraphs:
     """Records functions as CUDA graphs that share one memory pool for temporaries.
 
-    The memory of a result belongs to the function: each result that is allocated while it is
-    recorded would be kept for as long as the recording.
+    A function should write its result to a tensor that it owns: a result allocated during recording
+    keeps its memory until the recording is dropped.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for everything: torch caches memory, and cuBLAS a workspace, by stream.
+        # One stream for all recordings: torch caches memory per stream, and cuBLAS a workspace.
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, function: Callable[[], Tensor]) -> Replay:

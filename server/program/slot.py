@@ -30,7 +30,7 @@ class Slot(Struct, frozen=True):
 
 
 class SlotInputs:
-    """The expressions that one slot evaluates: checks them and collects what they read."""
+    """Checks the expressions that one slot evaluates, and collects the variables that they read."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -1,6 +1,7 @@
-"""The error of a route that does not exist: what is wrong with the address, and the right one.
+"""The error of a route that does not exist: what is wrong with the URL, and how to correct it.
 
-Most such requests come from a wrong base URL. Each sentence names the cure.
+Most such requests come from a wrong base URL. The message says how to correct it if the cause is
+recognized.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import re
 from collections.abc import Iterable
 
 _API = "/v1"
-MAX_EXPLAINED = 512
-"""Length of a path up to which a foreign base URL is looked for in it."""
+MAX_PATH_LENGTH = 512
+"""Maximum length of a path in which a wrong base URL is searched for."""
 MAX_BASE_PARTS = 8
+"""Maximum number of path segments of a wrong base URL."""
 _UNSERVED = ("audio", "images", "moderations", "files", "batches", "fine_tuning", "assistants")
-"""First parts of OpenAI's endpoints that have no counterpart here."""
+"""First path segments of the OpenAI endpoints that this server does not have."""
 
 
 def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
@@ -40,7 +42,7 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
                 f"{message}: the base URL has the path {path[:inner]}; remove it, or let the proxy "
                 "remove it"
             )
-        if (base := _foreign_base(path, known)) is not None:
+        if (base := _wrong_base(path, known)) is not None:
             return f"{message}: the base URL ends with {base}; end it with {_API} instead"
         return message
     rest = path.removeprefix(f"{_API}/")
@@ -54,14 +56,17 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
         ):
             return f"{message}: end the base URL with {_API}, without {route.removeprefix(_API)}"
     if rest.split("/")[0] in _UNSERVED:
-        return f"{message}: this server generates text only and has no counterpart of it"
+        return f"{message}: this server generates text only and does not have this endpoint"
     near = difflib.get_close_matches(path, [route for route in known if "{" not in route], 1, 0.8)
     return f"{message}: did you mean {near[0]}?" if near else f"{message}; /schema lists the routes"
 
 
-def _foreign_base(path: str, known: Iterable[str]) -> str | None:
-    """Return the beginning of a path that `/v1` must replace; None if no route follows it."""
-    if len(path) > MAX_EXPLAINED:
+def _wrong_base(path: str, known: Iterable[str]) -> str | None:
+    """Return the part of the path that must be replaced by `/v1`.
+
+    None if the rest is not a route.
+    """
+    if len(path) > MAX_PATH_LENGTH:
         return None
     routes = list(known)
     ends = [match.start() + 1 for match in re.finditer("/", path[1:])][:MAX_BASE_PARTS]

@@ -145,7 +145,7 @@ class SlotWork:
         outcome = self._advance(generator)
         if outcome is None:
             self._suspended[slot] = outcomes
-            self._turns.wait(partial(self._continue, slot, outcomes, generator))
+            self._turns.call_later(partial(self._continue, slot, outcomes, generator))
             raise SuspendedError
         outcomes.append(outcome)
         return cast(T, outcome.get())
@@ -157,7 +157,7 @@ class SlotWork:
         if self._suspended.get(slot) is not outcomes:
             return  # the slot was begun again, or the program is over
         if (outcome := self._advance(generator)) is None:
-            self._turns.wait(partial(self._continue, slot, outcomes, generator))
+            self._turns.call_later(partial(self._continue, slot, outcomes, generator))
             return
         outcomes.append(outcome)
         self._resume(slot)
@@ -226,7 +226,7 @@ class SlotWork:
                 outcome = Outcome(error=RunError("server.internal", message))
             self.budget.left -= steps - budget.left
             done(outcome)
-            await self._turns.next()
+            await self._turns.wait_for_turn()
         self._task = None
 
     def stop(self) -> None:

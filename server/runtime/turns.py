@@ -3,7 +3,8 @@
 A turn has a number of steps (see `program.expressions.budget`). A program whose work would take
 longer continues in a later turn. Requests, timers, signals and engines are served between turns.
 
-Responsibility: when a program may work on the event loop, and the threads for what cannot be split.
+Responsibility: decide when a program may work on the event loop, and run long computations in a
+thread.
 Out of scope: what the work is.
 
 Invariants: a turn exceeds its steps by one piece of work at most. Programs that wait for a turn
@@ -24,11 +25,11 @@ T = TypeVar("T")
 STEPS_PER_TURN: Final = 5_000
 """About 5 to 10 ms."""
 NUM_THREADS: Final = 1
-"""Threads for long computations. Each more would delay the event loop: they share one lock."""
-SWITCH_S: Final = 0.0005
-"""Seconds after which a long computation lets the event loop continue. The event loop releases
-Python's lock at each system call and, with the usual 5 ms, would wait 0.1 s per request for it. A
-short interval slows short programs by some percent, so it is set only during a long computation."""
+"""More threads would delay the event loop, because all threads share the GIL."""
+SWITCH_INTERVAL_S: Final = 0.0005
+"""`sys.setswitchinterval` during a long computation. The event loop releases the GIL at each system
+call; with the default of 5 ms, it would wait for the GIL for 0.1 s per request in total. A short
+interval slows short programs by a few percent, so it is set only during a long computation."""
 
 
 class Turns:
@@ -56,17 +57,17 @@ class Turns:
         if not self._is_scheduled:
             self._schedule()
 
-    def wait(self, work: Callable[[], None]) -> None:
-        """Call a function in a later turn."""
+    def call_later(self, work: Callable[[], None]) -> None:
+        """Call a function in the next turn that has steps left."""
         self._waiting.append(work)
         if not self._is_scheduled:
             self._schedule()
 
-    async def next(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Wait for a later turn if this one has ended."""
         if self.has_ended:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.wait(lambda: None if turn.done() else turn.set_result(None))
+            self.call_later(lambda: None if turn.done() else turn.set_result(None))
             await turn
 
     def _schedule(self) -> None:
@@ -90,7 +91,7 @@ class Turns:
         """Return the result of a long computation, which runs in a thread."""
 
         def compute_and_switch() -> T:
-            sys.setswitchinterval(SWITCH_S)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             try:
                 return compute()
             finally:

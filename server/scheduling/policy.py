@@ -8,12 +8,14 @@ workload with the same queues, reservations and engines:
     cost             the cost of running a call on an engine; the lowest cost wins
     holds            whether a program should not begin while others run on an engine
 
+The policies:
+
     fcfs            request by request: in order of arrival, on the engine with the most room
     parrot          OSDI'24, section 5.4, Algorithm 1: applications in order, a task group
                     on one engine, then by prefix; similar calls together
     least-attained  Autellix (NSDI'26): programs that received the least service first; only
                     long calls follow their program's prefix
-    conure          Algorithm 1 with its gaps filled: the cost to all calls, in seconds;
+    conure          Algorithm 1, completed where it is undefined: the cost to all calls, in seconds;
                     deadlines, priorities, fair shares of tenants
 
 **Ranks age.** A rank is a point in time: the arrival of the call, plus a delay that is larger for
@@ -37,7 +39,7 @@ BACKGROUND_DELAY_S = 30.0
 """Delay of a call that no reader waits for."""
 MAX_PLACE_IN_LINE_S = 600.0
 """How long a program that a reader waits for keeps its place in the queue after its start."""
-HEAD_START_S = 10.0
+MAX_BACKGROUND_PLACE_S = 10.0
 """How long a program that no reader waits for keeps its place in the queue after its start."""
 DUE_S = 30.0
 """A call without a deadline counts as due this long after its program's start, plus its delays. A
@@ -64,7 +66,7 @@ MAX_DEPTH = 100
 LONG_CALL_TOKENS = 2_048
 """Calls of this size and larger are worth sending to their prefix (Autellix, section 4.3)."""
 HOLD_MARGIN = 2.0
-"""How many times more a hold must save than it costs: later arrivals prolong it."""
+"""A hold must save this many times its cost, because programs that arrive later prolong it."""
 BACKGROUND_WEIGHT = 0.1
 """Weight of a second of a call that no reader waits for, relative to one that a reader waits
 for."""
@@ -249,7 +251,7 @@ class ParrotPolicy(NeverHolds):
 
 
 class ConurePolicy:
-    """Algorithm 1 with its gaps filled: spread or pack, whichever costs less."""
+    """Algorithm 1, completed where it is undefined: spread or pack, whichever costs less."""
 
     name = "conure"
     patience_s = (
@@ -283,13 +285,14 @@ class ConurePolicy:
             why = f"a reader waits for it, {inputs.depth} calls follow it"
         else:
             at_s = (
-                max(inputs.program_started_at_s, arrived_s - HEAD_START_S)
+                max(inputs.program_started_at_s, arrived_s - MAX_BACKGROUND_PLACE_S)
                 + BACKGROUND_DELAY_S
                 + length_penalty_s
             )
             why = "no reader waits for it"
         if inputs.latest_start_s is not None:
-            # A late call keeps the advance of a call without slack: its duration is an estimate.
+            # A late call ranks like one without slack, not earlier: its duration is only an
+            # estimate.
             due_at_s = max(inputs.latest_start_s, arrived_s) - DUE_S
             if due_at_s < at_s:
                 at_s = due_at_s
@@ -311,24 +314,25 @@ class ConurePolicy:
     ) -> tuple[float, ...]:
         """Return the weighted seconds that the placement costs this call and the running calls.
 
-        Three parts are added:
+        The cost is the sum of these parts:
         - Prefilling is work on whichever engine it happens, so it counts fully.
         - The call's own latency counts by its weight: its prefill, prompts queued before it, and
           the longer steps of a fuller engine.
         - The delay of others counts once per latency-critical call on the engine.
+        - Without room, the prefill time of the tokens that are missing.
 
         A latency-critical call on an engine without one also takes most of that engine from other
         calls (the paper's 64,000 tokens become 2,000): that share of its duration is added.
         """
         engine = candidate.reservations
         fill_s = (request.num_prompt - candidate.num_shared_tokens) * service_time.prompt_token_s
-        attended_s = request.num_output * service_time.held_token_s
+        decode_s_per_held_token = request.num_output * service_time.held_token_s
         latency_s = fill_s + engine.num_prefilling_tokens * service_time.prompt_token_s
-        latency_s += (engine.reserved_tokens + candidate.num_new_tokens) * attended_s
+        latency_s += (engine.reserved_tokens + candidate.num_new_tokens) * decode_s_per_held_token
         # Only the end of a group counts, and each of its calls contributes its share to it.
         weight = (1.0 if request.is_latency_sensitive else BACKGROUND_WEIGHT) / candidate.group_size
         delay_of_others_s = engine.num_latency_critical * (
-            fill_s + candidate.num_new_tokens * attended_s
+            fill_s + candidate.num_new_tokens * decode_s_per_held_token
         )
         cost_s = fill_s + weight * latency_s + delay_of_others_s
         if request.is_latency_critical and not engine.num_latency_critical:
@@ -406,5 +410,5 @@ def explain(
     if not reasons:
         considers_room_only = policy in (FcfsPolicy.name, LeastAttainedPolicy.name)
         reasons.append("most room" if considers_room_only else "it costs least")
-    room = f"{num_with_room} of {num_considered} engines looked at had room"
+    room = f"{num_with_room} of {num_considered} considered engines had room"
     return f"{policy}: {', '.join(reasons)}; {room}"

@@ -412,7 +412,7 @@ async def test_ignored_options_are_rejected(tmp_path: Path) -> None:
 async def test_program_can_require_the_server_policy(tmp_path: Path) -> None:
     async with server_harness(tmp_path, policy="fcfs") as harness:
         status = await (await harness.submit([generate("x", "y")], policy="fcfs")).end()
-        assert status.nodes["x"].why == "fcfs: it was empty; 1 of 1 engines looked at had room"
+        assert status.nodes["x"].why == "fcfs: it was empty; 1 of 1 considered engines had room"
 
 
 async def test_call_status_explains_its_placement(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ async def test_call_status_explains_its_placement(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         program = await harness.submit([*parts, reduce], outputs=["r"])
         nodes = (await program.end()).nodes
-    assert nodes["m0"].why == "conure: it was empty; 1 of 1 engines looked at had room"
+    assert nodes["m0"].why == "conure: it was empty; 1 of 1 considered engines had room"
     shared = len(task) - len(task) % 16
     assert "1 calls of its group run here" in nodes["m1"].why
     assert f"{len(task)} of {len(task) + 6} prompt tokens are here" in nodes["m2"].why, shared

@@ -1,7 +1,8 @@
-"""One run of an accelerated chain: plans in, answers to the chain's calls out.
+"""One run of an accelerated chain: starts planned calls and answers the calls of the chain.
 
-Adds to `speculation` what is LangChain's: plans of chains, values that the chain computes, chunks
-and results, and statistics. Threads and coroutines of any event loop may call in one run.
+Adds the parts that are specific to LangChain to `speculation`: plans of chains, values that the
+chain computes, chunks and results, and statistics. Threads and coroutines of any event loop may use
+one run.
 
 Out of scope: Runnables; how calls are sent and matched.
 """
@@ -42,18 +43,21 @@ class ChainRun:
         is_streamed: bool,
         session: str | None = None,
     ) -> None:
-        """Send nothing yet.
+        """Create a run; nothing is sent yet.
 
         Args:
             client: client of the server. None: the client of the first model that is called.
             name: name of the chain.
-            is_streamed: the chain is streamed. Else texts are not requested from the server
+            is_streamed: the chain is streamed. Otherwise texts are not requested from the server
                 before a call streams.
             session: session of its programs.
         """
         self.stats = RunStats()
         self.is_over = False
-        """The chain has ended. Calls of its tasks and threads that go on belong to no run."""
+        """The chain has ended.
+
+        Calls of tasks and threads that outlive the chain belong to no run.
+        """
         self._has_failed = False
         self._name = name
         self._is_streamed = is_streamed
@@ -67,19 +71,19 @@ class ChainRun:
         self._unencodable: dict[str, str] = {}
         """Why a value cannot be sent, by place: the Python expression of a part of the chain."""
         self._names: set[str] = set()
-        """Of the nodes and variables of all plans."""
+        """Names of the nodes and variables of all plans."""
         self._num_names = 0
         self._wasted: list[CallRecord] = []
         """Unclaimed calls that had ended before the end of the run."""
         self._held: CallRecord | None = None
-        """The single call of the plan, held back for its model to send."""
+        """The single call of a direct plan, which is not sent because its model sends it."""
         self._direct: CallRecord | None = None
         """The same call, once its model has claimed it."""
 
     def bind_to(self, client: Client) -> bool:
-        """Bind the run to the first client. Return whether this client can make its calls.
+        """Bind the run to the first client. Return whether the run can send calls of `client`.
 
-        It can if it has the same server and sends the same headers, such as the API key.
+        It can if both clients have the same server and send the same headers, such as the API key.
         """
         with self._lock:
             if self._bound_run is None:
@@ -90,7 +94,7 @@ class ChainRun:
 
     @property
     def _run(self) -> SpeculativeRun:
-        assert self._bound_run is not None, "a call or a plan names the server"
+        assert self._bound_run is not None, "a run is bound to a client before its calls are used"
         return self._bound_run
 
     @property
@@ -110,7 +114,7 @@ class ChainRun:
         """Start planned calls.
 
         Args:
-            plans: each with the values that the input of its chain gives.
+            plans: each with the values that follow from the input of its chain.
             is_start: the chain has not begun to run.
         """
         with self._lock:
@@ -145,7 +149,7 @@ class ChainRun:
     def is_direct(self, nodes: Sequence[dict[str, Json]]) -> bool:
         """Return whether the model sends a call itself, as outside of an accelerated chain.
 
-        True once, for the call of a plan that is direct.
+        True at most once per run: for the only call of a direct plan.
         """
         if self._held is None or len(nodes) != 1:
             return False
@@ -192,9 +196,9 @@ class ChainRun:
         """Yield the answer to a call of the chain in chunks; raises as `result`. Blocks.
 
         Raises:
-            GeneratorExit: if the chain has failed. Then only the garbage collector reads on: it
-                closes a generator of LangChain, which reads its input to the end. An error would
-                be printed.
+            GeneratorExit: if the call fails after the chain has failed. Then only the garbage
+                collector still reads: it closes a generator of LangChain, which reads its input to
+                the end, and an error would be printed.
         """
         record = self._claim(node)
         self._run.follow_texts()
@@ -215,8 +219,9 @@ class ChainRun:
         """`chunks`, for coroutines.
 
         Raises:
-            CancelledError: if the chain has failed. After the failure of one of its parallel parts,
-                a stream does not read the errors of the others, and asyncio would print them.
+            CancelledError: if the call fails after the chain has failed. After the failure of one
+                of its parallel parts, a stream does not read the errors of the others, and asyncio
+                would print them.
         """
         record = self._claim(node)
         self._run.follow_texts()
@@ -256,8 +261,10 @@ class ChainRun:
     # --- end ------------------------------------------------------------------------------
 
     def end(self, *, is_failed: bool) -> RunStats:
-        """End the run: cancel its programs if the chain failed or calls are left, else close them.
+        """End the run.
 
+        Its programs are cancelled if the chain failed or sent calls have not ended; otherwise they
+        are closed.
         Blocks until programs are cancelled. Closing is not waited for.
         """
         if self._end(is_failed=is_failed):
@@ -285,7 +292,8 @@ class ChainRun:
         with self._registry.lock:
             is_cancelled = is_failed or not self._registry.is_settled()
             records = self._registry.records.values()
-            # Calls that ended unused. Cancelling the run ends the others, which `_finished` adds.
+            # Calls that ended unused. `_finished` adds those that were running when they were
+            # cancelled.
             self._wasted = [each for each in records if not each.is_claimed and each.has_ended]
         self._run.end(is_cancelled=is_cancelled, keeps_awaited=not is_failed)
         return is_cancelled
@@ -344,7 +352,7 @@ class ChainRun:
 
     def _send(self, node: dict[str, Json], miss: PlanMiss) -> CallRecord:
         self.stats.misses.append(miss)
-        self._run.outbox.may_grow = True  # after one call that was not expected, others follow
+        self._run.outbox.may_grow = True  # an unexpected call is often followed by others
         variable = self._next_name("miss{}")
         output = {**node["output"], "variable": variable}
         named = {**node, "id": f"{variable}_call", "output": output}

@@ -6,8 +6,8 @@ keeps its place in line on the server. Thread-safe.
 
 Invariants: a recorded answer is continued at most once per time it was recorded, so that two users
 with equal histories get two sessions; system messages are ignored, because each agent of a team has
-its own; at most `MAX_CONVERSATIONS` answers are recorded, and losing one costs only the place in
-line. A copy starts empty.
+its own; at most `MAX_RECORDED_ANSWERS` answers are recorded, and the conversation of a dropped
+answer continues as a new session. A copy of this object has no recorded answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from conure.server.program.ir import Json
 
 from ...client.client_cache import UnsharedState
 
-MAX_CONVERSATIONS: Final = 1_000
+MAX_RECORDED_ANSWERS: Final = 1_000
 _COMPARED_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 """Message fields that are compared. Names are not: agents add them to answers."""
 
@@ -93,13 +93,13 @@ class SessionInference(UnsharedState):
         self._sessions.setdefault(end, deque()).append(session)
         self._sessions.move_to_end(end)
         self._num_sessions += 1
-        if self._num_sessions > MAX_CONVERSATIONS:
+        if self._num_sessions > MAX_RECORDED_ANSWERS:
             oldest = next(iter(self._sessions))
             self._sessions[oldest].popleft()
             self._count_removed(oldest)
 
     def _take(self, end: bytes) -> str:
-        # Calls without follow-ups leave old entries, so the latest entry is the likeliest.
+        # Calls without follow-ups leave old entries, so the latest entry is the most probable one.
         session = self._sessions[end].pop()
         self._count_removed(end)
         return session

@@ -1,7 +1,8 @@
-"""The program of a chain while the chain is compiled.
+"""Builds the program of a chain during compilation.
 
-Responsibility: calls, client steps and views become nodes and variables, with names that show their
-position in the chain.
+Responsibility: turn calls, client steps and views into nodes and variables, with names that show
+their position in the chain. A view is the variable that carries a client value to the server in one
+form.
 
 Out of scope: Runnables.
 
@@ -103,7 +104,7 @@ class ChainGraph:
     _body: GraphBody = field(default_factory=GraphBody)
     """The current body: new nodes are added to it."""
     _read_variables: dict[tuple[int, str], tuple[GraphBody, str]] = field(default_factory=dict)
-    """Variables for reading a view inside a body, by body and variable of the view."""
+    """Variables that a body computes from a view whose value may be an error, by body and view."""
     _exports: dict[tuple[int, bool], tuple[Value, str]] = field(default_factory=dict)
     """Exported variables of values in bodies, by the value's identity and `is_printed`."""
 
@@ -112,7 +113,7 @@ class ChainGraph:
 
     @contextlib.contextmanager
     def in_body(self, body: GraphBody) -> Iterator[None]:
-        """Add nodes to a body within this context."""
+        """Add nodes to a body inside the `with` block."""
         outer, self._body = self._body, body
         try:
             yield
@@ -136,12 +137,12 @@ class ChainGraph:
         """Return an unused name that starts with `hint`."""
         return unique_name(f"{self.prefix}{hint}", self.names)
 
-    def view_variable(self, local: ClientValue, kind: ViewKind) -> str:
+    def view_variable(self, value: ClientValue, kind: ViewKind) -> str:
         """Return the variable that carries a client value in the current body."""
-        source = local.source
-        is_sure = source.body is None or source.body is self._body
-        view = source.view(local, kind, self.fresh_name, is_sure=is_sure)
-        if view.is_sure:
+        source = value.source
+        is_always_needed = source.body is None or source.body is self._body
+        view = source.view(value, kind, self.fresh_name, is_always_needed=is_always_needed)
+        if view.is_always_needed:
             return view.variable
         key = (id(self._body), view.variable)
         if key not in self._read_variables:
@@ -167,7 +168,7 @@ class ChainGraph:
     def map_bodies(
         self, value: BranchedValue | MappedValue, function: Callable[[Value], T]
     ) -> list[T]:
-        """Apply a function to each of the values, in the value's own body."""
+        """Apply a function to each of the values, while its own body is the current body."""
         result = []
         for body, part in zip(value.outputs.bodies, value.values, strict=True):
             with self.in_body(body):
@@ -187,7 +188,7 @@ class ChainGraph:
         return call
 
     def add_expression(self, hint: str, expression: DeferredJson) -> CallValue:
-        """Add an expression whose value is a text.
+        """Add an expression whose value is a text, used like the answer of a call.
 
         Args:
             hint: prefix of its names.

@@ -75,7 +75,7 @@ class Source:
         kind: ViewKind,
         new_name: Callable[[str], str],
         *,
-        is_sure: bool = True,
+        is_always_needed: bool = True,
     ) -> WireView:
         """Return the variable that carries a client value; existing variables are reused.
 
@@ -83,15 +83,15 @@ class Source:
             local: the value.
             kind: the form in which the value is used.
             new_name: returns a unique name.
-            is_sure: whether the value is always needed.
+            is_always_needed: whether the value is always needed.
         """
         for view in self.views:
-            if view.kind == kind and view.can_carry(local, is_sure=is_sure):
-                if is_sure and local.is_strict:
+            if view.kind == kind and view.can_carry(local, is_always_needed=is_always_needed):
+                if is_always_needed and local.is_strict:
                     view.local = local
-                view.is_sure |= is_sure
+                view.is_always_needed |= is_always_needed
                 return view
-        view = WireView(new_name(local.hint or self.hint), kind, local, is_sure)
+        view = WireView(new_name(local.hint or self.hint), kind, local, is_always_needed)
         self.views.append(view)
         return view
 
@@ -109,12 +109,12 @@ class WireView:
     variable: str
     kind: ViewKind
     local: ClientValue
-    is_sure: bool = True
+    is_always_needed: bool = True
     """Always needed. Otherwise only bodies need it, which may never run: errors are deferred to the
     body, and the variable is `{"value": ...}` or `{"error": text}`.
     """
 
-    def can_carry(self, local: ClientValue, *, is_sure: bool) -> bool:
+    def can_carry(self, local: ClientValue, *, is_always_needed: bool) -> bool:
         """Return whether this variable can also carry `local`.
 
         The two values must be equal wherever both are needed, and this one must not fail where
@@ -124,12 +124,12 @@ class WireView:
             return False
         if local.is_strict == self.local.is_strict:
             return True
-        return self.is_sure and (is_sure or self.local.is_strict)
+        return self.is_always_needed and (is_always_needed or self.local.is_strict)
 
     def read_expression(self) -> Json:
         """Return the expression of the value in a body. Call this after compilation."""
         variable: Json = {"var": self.variable}
-        if self.is_sure:
+        if self.is_always_needed:
             return variable
         error: Json = {"get": [variable, "error"]}
         return {
@@ -146,7 +146,7 @@ class WireView:
         Raises:
             ProgramError: if JSON cannot carry the value and the value is always needed.
         """
-        if self.is_sure:
+        if self.is_always_needed:
             return self._encoded(root)
         try:
             return {"value": self._encoded(root)}

@@ -26,7 +26,7 @@ from llama_index.core.schema import BaseNode, Document, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 
 from .plan_builder import NotPlanned, PlanBuilder
-from .prompt_slots import text_read
+from .prompt_inputs import text_read
 
 
 def plan_titles(extractor: TitleExtractor, builder: PlanBuilder, nodes: Sequence[BaseNode]) -> None:
@@ -36,9 +36,9 @@ def plan_titles(extractor: TitleExtractor, builder: PlanBuilder, nodes: Sequence
     for document in extractor.separate_nodes_by_ref_id(nodes).values():
         candidates = [builder.add(one, {"context_str": _text_or_raise(node)}) for node in document]
         known = [each for each in candidates if each is not None]
-        slots = [builder.slot(text_read(each.variable)) for each in known]
-        joined = ", ".join(slot.placeholder for slot in slots)
-        builder.add(combined, {"context_str": joined}, slots, known)
+        inputs = [builder.placeholder(text_read(each.variable)) for each in known]
+        joined = ", ".join(each.placeholder for each in inputs)
+        builder.add(combined, {"context_str": joined}, inputs, known)
 
 
 def plan_keywords(

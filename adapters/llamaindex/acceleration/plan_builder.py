@@ -30,7 +30,7 @@ from conure.server.program.ir import Expression
 from ...speculation.planned_call import PlannedCall
 from ..llm.llm import Conure
 from ..llm.model_request import ModelRequest
-from .prompt_slots import SLOT, PromptSlot, planned_call, with_slots
+from .prompt_inputs import PLACEHOLDER_FORMAT, PlaceholderInput, planned_call, with_inputs
 
 _ALLOWED_MARKUP = re.compile(
     r"""\{\{\s*\w+\s*\}\}|\{%\s*(?:chat\s+role=(['"])\w+\1|endchat)\s*%\}"""
@@ -69,18 +69,18 @@ class PlanBuilder:
         self._place = place
         self._fresh = fresh
         self._salt = uuid.uuid4().hex[:8]
-        self._num_slots = 0
+        self._num_inputs = 0
 
-    def slot(self, text: Expression) -> PromptSlot:
-        """Return a slot for text that only the server has, with a unique mark."""
-        self._num_slots += 1
-        return PromptSlot(SLOT.format(f"{self._salt}.{self._num_slots}"), text)
+    def placeholder(self, text: Expression) -> PlaceholderInput:
+        """Return a unique placeholder for text that only the server has."""
+        self._num_inputs += 1
+        return PlaceholderInput(PLACEHOLDER_FORMAT.format(f"{self._salt}.{self._num_inputs}"), text)
 
     def add(
         self,
         template: BasePromptTemplate,
         prompt_args: dict[str, Any],
-        slots: Sequence[PromptSlot] = (),
+        inputs: Sequence[PlaceholderInput] = (),
         reads: Sequence[PlannedCall] = (),
         when: Expression = None,
     ) -> PlannedCall | None:
@@ -88,24 +88,24 @@ class PlanBuilder:
 
         Args:
             template: template of the prompt.
-            prompt_args: template variables; they contain marks in place of answers.
-            slots: expressions for the marks.
+            prompt_args: template variables; they contain placeholders in place of answers.
+            inputs: expressions for the placeholders.
             reads: calls whose answers the prompt and the condition read.
             when: condition under which the call runs.
 
         Returns:
-            The planned call; None if slots cannot express how its prompt depends on an answer.
+            The planned call; None if inputs cannot express how its prompt depends on an answer.
 
         Raises:
             NotPlanned: if the prompt depends on user code.
         """
         template = checked_template(self.llm, template, replaces_parser=self.output_cls is not None)
-        if slots and _is_rich_chat(template):
+        if inputs and _is_rich_chat(template):
             # LlamaIndex trims and escapes the messages of such a template, depending on their text.
             return None
         prompt_args = {**self.prompt_args, **prompt_args}
         known = _request_of_predict(self.llm, template, prompt_args, self.output_cls)
-        call = with_slots(known, slots) if slots else known
+        call = with_inputs(known, inputs) if inputs else known
         if call is None:
             return None
         return self.add_request(call, frozenset(each.variable for each in reads), when)

@@ -25,7 +25,7 @@ from ...speculation.registry import CallRecord, PlanFailedError
 from ...speculation.run import Resend, SpeculativeRun, TimeLimit
 from ..llm.call_backend import FinalAnswer
 from ..llm.model_request import ModelRequest
-from .prompt_slots import planned_call
+from .prompt_inputs import planned_call
 from .report import CallReport, Report
 
 

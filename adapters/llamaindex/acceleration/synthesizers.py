@@ -35,7 +35,7 @@ from llama_index.core.response_synthesizers.no_text import NoText
 
 from ...speculation.planned_call import PlannedCall
 from .plan_builder import NotPlanned, PlanBuilder, checked_template
-from .prompt_slots import fits, text_read
+from .prompt_inputs import fits, text_read
 
 
 class SpanlessTextPacker(PromptHelper):
@@ -69,12 +69,12 @@ def plan_tree(
     if len(level) < 2 or synthesizer._output_cls is not None:
         return
     stripped = [{"strip": text_read(each.variable)} for each in level]
-    slots = [builder.slot(text) for text in stripped]
+    inputs = [builder.placeholder(text) for text in stripped]
     size = helper._get_available_chunk_size(template, padding=DEFAULT_PADDING, llm=builder.llm)
     conditions = [{"ne": [text, ""]} for text in stripped]
     conditions.append(fits({"join": [stripped, "\n\n"]}, size - MARGIN))
-    joined = "\n\n".join(slot.placeholder for slot in slots)
-    builder.add(template, {"context_str": joined}, slots, level, {"and": conditions})
+    joined = "\n\n".join(each.placeholder for each in inputs)
+    builder.add(template, {"context_str": joined}, inputs, level, {"and": conditions})
 
 
 def plan_refine(
@@ -96,10 +96,10 @@ def plan_refine(
         if before is None or left <= 0:
             return
         answer = text_read(before.variable)
-        slot = builder.slot(answer)
-        template = refine.partial_format(query_str=query, existing_answer=slot.placeholder)
+        existing = builder.placeholder(answer)
+        template = refine.partial_format(query_str=query, existing_answer=existing.placeholder)
         when = {"and": [{"ne": [answer, ""]}, fits(answer, left)]}
-        before = builder.add(template, {"context_msg": whole}, [slot], [before], when)
+        before = builder.add(template, {"context_msg": whole}, [existing], [before], when)
 
 
 def _refine_chunks(
@@ -253,5 +253,5 @@ def _each(
 ) -> Iterator[PlannedCall]:
     for chunk in chunks:
         planned = builder.add(template, {name: chunk})
-        assert planned is not None  # it has no slots
+        assert planned is not None  # it has no inputs
         yield planned

@@ -25,7 +25,7 @@ from ...client import Client, StepResult
 from ...names import unique_name
 from ..acceleration.accelerate import conure_run
 from ..acceleration.plan_builder import NotPlanned
-from ..acceleration.prompt_slots import text_read
+from ..acceleration.prompt_inputs import text_read
 from ..llm.llm import Conure
 from ..llm.messages import chat_response, completion_response
 from ..llm.model_request import ModelRequest

@@ -24,7 +24,7 @@ from conure.server.program.expressions.evaluate import variables
 from conure.server.program.ir import Expression
 
 from ..acceleration.plan_builder import NotPlanned, checked_template
-from ..acceleration.prompt_slots import SLOT, PromptSlot, with_slots
+from ..acceleration.prompt_inputs import PLACEHOLDER_FORMAT, PlaceholderInput, with_inputs
 from ..acceleration.scope import app_class
 from ..llm.llm import Conure
 from ..llm.model_request import ModelRequest
@@ -78,7 +78,7 @@ class PipelineReader:
         for placeholder, known in self.sources.items():
             if known == source:
                 return placeholder
-        placeholder = SLOT.format(len(self.sources))
+        placeholder = PLACEHOLDER_FORMAT.format(len(self.sources))
         self.sources[placeholder] = source
         return placeholder
 
@@ -203,10 +203,10 @@ class PipelineReader:
             call = llm.completion_request(inputs["prompt"], {}, formatted=True)
         marks = self.placeholders([call.messages, call.prompt])
         if marks:
-            slots = [PromptSlot(mark, self.sources[mark].text) for mark in marks]
-            call_with_slots = with_slots(call, slots)
-            assert call_with_slots is not None  # there are placeholders
-            call = call_with_slots
+            read = [PlaceholderInput(mark, self.sources[mark].text) for mark in marks]
+            call_with_inputs = with_inputs(call, read)
+            assert call_with_inputs is not None  # there are placeholders
+            call = call_with_inputs
         reads = frozenset().union(*(self.variables_of(mark) for mark in marks))
         kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
         origin = self.add_call(f"{self.name_prefix}{key}", llm, call, reads, kind)

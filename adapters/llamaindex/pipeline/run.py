@@ -13,7 +13,7 @@ from typing import Any
 from ...speculation.planned_call import PlannedCall
 from ..acceleration.plan_builder import NotPlanned
 from ..acceleration.planned_run import PlannedRun
-from ..acceleration.prompt_slots import planned_call, text_read
+from ..acceleration.prompt_inputs import planned_call, text_read
 from ..acceleration.scope import Scope, active_scope
 from ..llm.llm import Conure
 from ..llm.model_request import ModelRequest

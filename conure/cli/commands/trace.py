@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples",
         action="store_true",
-        help="print one example for finetuning per complete output instead of spans",
+        help="print one example for fine-tuning per complete output instead of spans",
     )
 
 

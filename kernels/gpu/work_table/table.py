@@ -1,12 +1,16 @@
 """The work table of a step: int32 words for the device, extended in place while rows decode.
 
-While all rows only decode, the last work item of each row reads one token more per step, and
-now and then a row gets one more page. `WorkTable.extend` writes these changes; any other change
-needs a new table.
+While all rows only decode, the last work item of each row reads one token more per step, and a row
+gets one more page (a block of the KV cache) when its last one is full. `WorkTable.extend` writes
+these changes; any other change needs a new table.
+
+An entry is one query of one KV range. A partial is the result of a query for one chunk of the
+range; a slot is the place of a partial in memory. Programs draw tickets from a counter: each ticket
+is the number of an item and KV head to compute.
 
 Out of scope: how work is divided (`partition`, `builder`) and launches.
 
-Shapes: R rows - I items - M merges - E entries - P pages.
+Shapes: R rows - I items - P pages.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ class ItemField(IntEnum):
     """The words of an item."""
 
     ENTRY = 0
-    """Index of the first entry's query; the other entries of the item follow it."""
+    """Index in the table of the first entry's query; those of the other entries follow."""
     NUM_QUERIES = 1
     PAGE = 2
     """Index of the first page."""
     OFFSET = 3
     """First token, as an offset into that page."""
     NUM_KV = 4
+    """Tokens that the item reads."""
     CHUNK = 5
     """Index of the chunk, or -1 if the item is everything that its queries see."""
     LIMIT = 6
@@ -43,26 +48,28 @@ class ItemField(IntEnum):
     """Under a window, query j of the item sees the keys from FLOOR + j on."""
     IS_LARGE = 8
     NUM_ITEMS = 9
-    """Items of the same size in the table; also in a place without an item."""
+    """Number of items of this size in the table; also set in places without an item."""
     SLOTS = 10
-    """Index of the first entry's slot."""
+    """Index of the first partial slot of the item's first entry."""
     QUERY_PARTIALS = 11
     """Index of the partials of query 0."""
 
 
 ITEM_SIZE: Final = 16
+"""Words of an item."""
 SIZES: Final = 2
-"""Sizes of items: places of small and of large ones alternate."""
+"""Number of item sizes; places of small and of large items alternate."""
 MERGE_SIZE: Final = 4
+"""Words of a merge."""
 MERGE_PLACES: Final = 256
 """Merges that each table has room for."""
 QUERY_PARTIALS_SIZE: Final = 2
 TICKET_WORDS: Final = 16
-"""Words of the counters before those of the queries; the first two count the tickets of small and
-of large items."""
+"""Counter words before the counters of the queries. The first two count the tickets with which
+programs take small and large items."""
 NO_LIMIT: Final = 2**30
 SPARE_BLOCKS: Final = 4
-"""Blocks that a row may start before the table is rebuilt."""
+"""Blocks by which a row may grow before the table must be rebuilt."""
 
 
 class RowTails(NamedTuple):
@@ -77,7 +84,8 @@ class RowTails(NamedTuple):
     num_kv: Integers
     """Tokens that this item reads."""
     page: Integers
-    """Index of the row's block 0 in the table's pages, as if all its blocks were there."""
+    """Index that the row's block 0 would have in the table's pages if all its blocks were there;
+    may be negative."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

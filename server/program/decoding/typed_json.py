@@ -1,8 +1,8 @@
 """Decoding and conversion to typed records, in any thread.
 
-msgspec describes a record type when the type is first decoded. Where two threads do this at once,
-one of them reads an unfinished description, and the interpreter crashes. So each decoder is made
-once, under a lock, and all typed decoding of the clients and the server uses this module.
+msgspec builds a description of a record type on its first use. If two threads do this at once, one
+of them reads an unfinished description, and the interpreter crashes. So decoders are created under
+a lock, once per type, and all typed decoding of the clients and the server uses this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 T = TypeVar("T")
 
-_DESCRIBING = threading.Lock()
+_DESCRIPTION_LOCK = threading.Lock()
 
 
 @overload
@@ -50,11 +50,11 @@ def convert_record(value: object, record_type: Any) -> Any:
     Raises:
         msgspec.ValidationError: if it does not fit the type.
     """
-    _decoder(record_type)
+    _decoder(record_type)  # builds the description under the lock
     return msgspec.convert(value, record_type)
 
 
 @functools.cache
 def _decoder(record_type: Any) -> msgspec.json.Decoder[Any]:
-    with _DESCRIBING:
+    with _DESCRIPTION_LOCK:
         return msgspec.json.Decoder(record_type)

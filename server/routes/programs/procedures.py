@@ -33,7 +33,7 @@ class ProcedureList(Struct, frozen=True):
 
 
 class _Form(NamedTuple):
-    """A form of text in the path of a request."""
+    """The format of a path parameter, and its description for error messages."""
 
     pattern: re.Pattern[str]
     description: str
@@ -83,7 +83,9 @@ async def put_procedure(request: Request[Any, Any, Any], name: FromPath[str]) ->
 async def put_alias(
     request: Request[Any, Any, Any], name: FromPath[str], alias: FromPath[str]
 ) -> StoredProcedure:
-    """Let an alias name another version. Its parameters and results must be the same."""
+    """Let an alias name another version, which must have the same parameters and results as the
+    current one.
+    """
     _check(_NAME, name)
     _check(_ALIAS, alias)
     body: PutAlias = decode_json(await read_json(request), PutAlias)
@@ -126,8 +128,9 @@ async def delete_pin(request: Request[Any, Any, Any], reference: FromPath[str]) 
 async def delete_procedure(request: Request[Any, Any, Any], reference: FromPath[str]) -> None:
     """Remove one version, by `name@version`, and its pin.
 
-    Programs that run it, and procedures that call it, have a copy. A version that an alias names
-    is refused with `procedure.in_use`. Versions are kept until they are removed.
+    Programs that run the version, and procedures that call it, have a copy and are not affected. A
+    version that an alias names is refused with `procedure.in_use`. Versions are kept until they are
+    removed.
     """
     _check(_VERSION, reference)
     await service_of(request).procedures.remove(reference, tenant=tenant_of(request))

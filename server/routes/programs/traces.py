@@ -35,7 +35,7 @@ TokenIds = Annotated[
 async def read_trace(
     request: Request[Any, Any, Any], program: FromPath[str], token_ids: TokenIds = False
 ) -> GeneratorResponse:
-    """Export what the calls of a program read and wrote, for evaluation and finetuning.
+    """Export what the calls of a program read and wrote, for evaluation and fine-tuning.
 
     The program must have been submitted with the option `trace`. The spans have the attributes of
     OpenInference. A line `{"error": ...}` at the end means that the rest cannot be read.

@@ -72,7 +72,7 @@ class YieldExecutor(NodeExecutor[YieldNode]):
                 continue
             if turns.has_ended:
                 self._is_scheduled = True
-                turns.wait(self._send_all)
+                turns.call_later(self._send_all)
                 return
             if self._changed.pop(node.id, None) is not None:
                 self._send(node)

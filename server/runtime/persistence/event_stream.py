@@ -3,10 +3,10 @@
 Out of scope: where events come from. The outbox publishes an event once it is durable.
 
 Invariants: a reader receives every event after its starting point exactly once and in order. The
-deltas of a variable are contiguous from offset 0 within one attempt. A slow reader uses no
-memory: deltas are cut from the text when the reader reads, so they are coalesced, and the last
-events are stored once for all readers. A reader that needs earlier events reads the journal. A text
-stays in memory until its value is published and every reader that has a part of it has the rest.
+deltas of a variable are contiguous from offset 0 within one attempt. A slow reader needs no memory
+of its own: a delta is cut from the text when the reader asks for it, and the last events are stored
+once for all readers. A reader that needs earlier events reads the journal. A text stays in memory
+until its value is published and every reader in `read` that has a part of it has the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _ReadText(NamedTuple):
 
 
 TextOffsets: TypeAlias = dict[str, _ReadText]
-"""The text that a reader has received, by variable."""
+"""How much of each text a reader has, by variable; by `yield NODE` for partial values in mode
+`delta`."""
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class EventStream:
         self._version = 0
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
-        """Set when the stream has changed, except by streamed text."""
+        """Set when the stream has changed, except by streamed text or a partial `yield`."""
         self._is_closed = False
         self._is_draining = False
 
@@ -129,7 +130,10 @@ class EventStream:
             self._num_bytes = kept
 
     def _drop_texts(self) -> None:
-        """Drop the texts that no reader needs: a reader without a delta receives only the value."""
+        """Drop texts with published values that no reader needs.
+
+        A reader without a delta gets only the value.
+        """
         for variable in list(self._committed):
             if not any(self._lacks_end(variable, offsets) for offsets in self._offsets):
                 self._committed.discard(variable)
@@ -187,7 +191,7 @@ class EventStream:
     def set_partial_yield(self, node: str, job: str, mode: str, value: Json) -> None:
         """Set the partial value of a `yield` node.
 
-        Readers receive the latest value, under `delta` only the new text.
+        Readers receive the latest value; in mode `delta`, only the new text.
         """
         self._version += 1
         data = {"program": self._program, "node": node, "job": job, "mode": mode, "final": False}
@@ -211,7 +215,7 @@ class EventStream:
 
     @contextmanager
     def reader(self) -> Iterator[None]:
-        """Count a client that reads the program, here or in the journal, until it leaves."""
+        """Count a client that reads the program, here or in the journal, until the block ends."""
         self.num_readers += 1
         try:
             yield
@@ -229,12 +233,13 @@ class EventStream:
 
         Args:
             after: the last event that the reader has.
-            is_durable: leave out deltas; streamed text does not wake the reader.
+            is_durable: yield only durable events: no deltas and no partial values of `yield` nodes.
             offsets: how much of each text the reader has, changed by this method.
         """
         position = self._num_dropped + bisect_right(self._seqs, after)
         offsets = {} if offsets is None else offsets
-        for variable in self._committed:  # the reader has its value, or gets it before more text
+        # The reader has the value, or receives it before further text.
+        for variable in self._committed:
             offsets.pop(variable, None)
         self._offsets.append(offsets)
         seen = 0
@@ -266,7 +271,7 @@ class EventStream:
             self._drop_texts()
 
     def recorded(self, after: int) -> list[Event]:
-        """Return the published events after number `after`."""
+        """Return the events in memory after number `after`."""
         return self._events[bisect_right(self._seqs, after) :]
 
     def _deltas(self, offsets: TextOffsets, seen: int) -> list[Event]:
@@ -328,8 +333,8 @@ class EventStream:
     def _next_change(self, *, is_durable: bool) -> asyncio.Event:
         """Return an event that the next change sets. Must be called before reading the state.
 
-        The first reader after a change creates a new event, not the change itself: texts change
-        with every token, and a reader wakes once for many tokens.
+        The new `asyncio.Event` is created by the first reader after a change and not by every
+        change: texts change with every token, and a reader wakes once for many tokens.
         """
         if self._published.is_set():
             self._published = asyncio.Event()

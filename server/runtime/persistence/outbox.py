@@ -162,9 +162,9 @@ class Outbox:
         `MAX_PENDING_BYTES` of records are not durable.
         """
         if self._pending_bytes <= MAX_PENDING_BYTES:
-            turns.wait(work)
+            turns.call_later(work)
         else:
-            self._delayed.append(partial(turns.wait, work))
+            self._delayed.append(partial(turns.call_later, work))
 
     def mark_durable_on_commit(self, variables: Iterable[str]) -> None:
         """Mark variables as durable, and wake their waiters, once all records so far are."""

@@ -14,7 +14,7 @@ from ...program.status import Problem, TokenId
 
 
 class TracedCall(Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind"):
-    """One LLM output that an engine has finished, with everything before it."""
+    """One LLM output that an engine has finished, with the prompt before it."""
 
     node: str
     job: str
@@ -28,13 +28,13 @@ class TracedCall(Struct, frozen=True, omit_defaults=True, kw_only=True, tag_fiel
     """The messages of a chat call, as the chat template received them."""
     tools: list[Json] | None = None
     prompt: str | None = None
-    """The text before the output, of a call with a `prompt`."""
+    """The text before the output, if the call has a `prompt`."""
     parameters: dict[str, Json]
     """Sampling parameters and constraint. `seed` and `max_tokens` are those that were used."""
     text: str
     """The whole output as the model wrote it."""
     message: Json = None
-    """The answer of a chat call that was read as a message: text and tool calls."""
+    """The answer as text and tool calls, if the output of the chat call is read as a message."""
     finish_reason: str
     prompt_ids: list[TokenId]
     """The token ids that the model read."""
@@ -49,7 +49,7 @@ class TracedCall(Struct, frozen=True, omit_defaults=True, kw_only=True, tag_fiel
 
 
 class TracedStep(Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind"):
-    """One function of the server or of the client that has returned."""
+    """One call of a function, on the server or the client, that has returned."""
 
     node: str
     job: str

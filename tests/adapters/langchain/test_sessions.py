@@ -59,7 +59,7 @@ def test_equal_histories_continue_two_sessions() -> None:
 def test_garbage_collector_may_restore_a_session_while_another_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_CONVERSATIONS", 1)
+    monkeypatch.setattr(sessions, "MAX_RECORDED_ANSWERS", 1)
 
     class CollectedInference(SessionInference):
         def _count_removed(self, end: bytes) -> None:
@@ -121,7 +121,7 @@ def test_team_members_share_a_session() -> None:
 
 def test_number_of_recorded_answers_is_bounded() -> None:
     known = SessionInference()
-    for i in range(sessions.MAX_CONVERSATIONS + 1):
+    for i in range(sessions.MAX_RECORDED_ANSWERS + 1):
         known.record([user(str(i))], answer("ho"), str(i))
     assert session(known, user("0"), answer("ho")) is None
     assert session(known, user("1"), answer("ho")) == "1"
@@ -129,10 +129,10 @@ def test_number_of_recorded_answers_is_bounded() -> None:
 
 def test_equal_histories_count_toward_the_bound() -> None:
     known = SessionInference()
-    for i in range(sessions.MAX_CONVERSATIONS + 5):
+    for i in range(sessions.MAX_RECORDED_ANSWERS + 5):
         known.record([user("hi")], answer("ho"), str(i))
     found = [session(known, user("hi"), answer("ho")) for _ in range(5)]
-    assert found == [str(sessions.MAX_CONVERSATIONS + 4 - i) for i in range(5)]
+    assert found == [str(sessions.MAX_RECORDED_ANSWERS + 4 - i) for i in range(5)]
     rest = [session(known, user("hi"), answer("ho")) for _ in range(1_000)]
     assert rest.count(None) == 5
 

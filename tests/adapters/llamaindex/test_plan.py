@@ -1,4 +1,4 @@
-"""Planned calls of LlamaIndex: slots in prompts, and keys of calls."""
+"""Planned calls of LlamaIndex: inputs in prompts, and keys of calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llama_index.core.utils import get_tokenizer
 
 from conure.adapters.llamaindex import Conure
 from conure.adapters.llamaindex.acceleration.plan_builder import PlanBuilder
-from conure.adapters.llamaindex.acceleration.prompt_slots import (
-    SLOT,
-    PromptSlot,
+from conure.adapters.llamaindex.acceleration.prompt_inputs import (
+    PLACEHOLDER_FORMAT,
+    PlaceholderInput,
     fits,
     planned_call,
     text_read,
-    with_slots,
+    with_inputs,
 )
 from conure.adapters.llamaindex.llm.model_request import ModelRequest
 from conure.adapters.speculation.answer_stream import AnswerTextStream
@@ -41,8 +41,8 @@ def message(text: str) -> dict[str, Any]:
 
 
 def reading(variable: str, template: str = "Of {}.") -> ModelRequest:
-    mark = SLOT.format(0)
-    made = with_slots(chat(template.format(mark)), [PromptSlot(mark, text_read(variable))])
+    mark = PLACEHOLDER_FORMAT.format(0)
+    made = with_inputs(chat(template.format(mark)), [PlaceholderInput(mark, text_read(variable))])
     assert made is not None
     return made
 
@@ -108,11 +108,11 @@ def test_failed_calls_are_not_claimed() -> None:
 
 
 @given(st.lists(st.text(max_size=8), max_size=4), st.text(max_size=8))
-def test_prompt_with_slots_has_the_key_of_the_final_prompt(pieces: list[str], answer: str) -> None:
-    mark = SLOT.format(0)
+def test_prompt_with_inputs_has_the_key_of_the_final_prompt(pieces: list[str], answer: str) -> None:
+    mark = PLACEHOLDER_FORMAT.format(0)
     if any("\ue000" in text for text in [*pieces, answer]):
         return
-    call = with_slots(chat(mark.join(["", *pieces, ""])), [PromptSlot(mark, text_read("a"))])
+    call = with_inputs(chat(mark.join(["", *pieces, ""])), [PlaceholderInput(mark, text_read("a"))])
     assert call is not None
     known = chat(answer.join(["", *pieces, ""]))
     values = {"a": message(answer)}
@@ -130,15 +130,15 @@ def test_call_that_cannot_be_encoded_is_not_claimed() -> None:
     assert registry.unclaimed() == []
 
 
-def test_slots_change_the_prompt_only() -> None:
-    mark = SLOT.format(0)
+def test_inputs_change_the_prompt_only() -> None:
+    mark = PLACEHOLDER_FORMAT.format(0)
     call = ModelRequest("m", {"seed": 1}, prompt=[{"text": mark}], extra={"tools": []}, timeout_s=3)
-    made = with_slots(call, [PromptSlot(mark, text_read("a"))])
+    made = with_inputs(call, [PlaceholderInput(mark, text_read("a"))])
     assert made == replace(call, prompt=[{"input": text_read("a")}])
 
 
 def test_missing_mark_is_noticed() -> None:
-    assert with_slots(chat("x"), [PromptSlot(SLOT.format(0), "a")]) is None
+    assert with_inputs(chat("x"), [PlaceholderInput(PLACEHOLDER_FORMAT.format(0), "a")]) is None
 
 
 @given(st.text(max_size=60), st.integers(0, 60))
@@ -164,10 +164,10 @@ def test_pieces_joined_are_the_text_despite_restarts(text: str, data: Any) -> No
     assert made + reader.more(text, 0) == text
 
 
-@pytest.mark.parametrize("num_slots", [0, 1])
-def test_parser_of_a_template_does_not_matter_if_the_call_replaces_it(num_slots: int) -> None:
+@pytest.mark.parametrize("num_inputs", [0, 1])
+def test_parser_of_a_template_does_not_matter_if_the_call_replaces_it(num_inputs: int) -> None:
     builder = PlanBuilder(Conure(), "part", lambda hint: hint)
     builder.output_cls = Person
     template = PromptTemplate("{text}", output_parser=PydanticOutputParser(Person))
-    slot = builder.slot(text_read("a"))
-    assert builder.add(template, {"text": slot.placeholder}, [slot][:num_slots]) is not None
+    text = builder.placeholder(text_read("a"))
+    assert builder.add(template, {"text": text.placeholder}, [text][:num_inputs]) is not None

@@ -62,8 +62,8 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     cache(tree, old)
     cache(tree, new)
     tree.check()
-    tree.revive(old[0])
-    tree.revive(old[1])
+    tree.mark_referenced(old[0])
+    tree.mark_referenced(old[1])
     cache(tree, old)
     assert [tree.evict() for _ in range(5)] == [3, 2, 1, 0, None]
 
@@ -72,7 +72,7 @@ def test_revived_node_is_not_evicted() -> None:
     tree = RadixTree(8)
     nodes = grow(tree, "", 0, 1)
     cache(tree, nodes)
-    tree.revive(nodes[0])
+    tree.mark_referenced(nodes[0])
     assert [tree.evict(), tree.evict()] == [1, None]
 
 
@@ -94,7 +94,7 @@ def test_eviction_order_matches_a_model() -> None:
             while (parent := path[-1].parent) is not None and parent.parent is not None:
                 path.append(parent)
             for node in reversed(path):
-                tree.revive(node)
+                tree.mark_referenced(node)
             for offset, node in enumerate(path):
                 tree.mark_cached(node)
                 uses[node.block] = use * 100 + offset

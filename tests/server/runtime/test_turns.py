@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from conure.server.runtime.turns import SWITCH_S, Turns
+from conure.server.runtime.turns import SWITCH_INTERVAL_S, Turns
 
 
 async def test_threads_switch_often_during_a_long_computation_only() -> None:
     usual = sys.getswitchinterval()
     turns = Turns()
-    assert await turns.in_thread(sys.getswitchinterval) == pytest.approx(SWITCH_S)
+    assert await turns.in_thread(sys.getswitchinterval) == pytest.approx(SWITCH_INTERVAL_S)
     assert sys.getswitchinterval() == usual
     turns.stop()
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from conure.server.scheduling.policy import (
     BACKGROUND_DELAY_S,
     DUE_S,
-    HEAD_START_S,
     LENGTH_PENALTY,
     MAX_ATTAINED_S,
+    MAX_BACKGROUND_PLACE_S,
     MAX_LENGTH_S,
     MAX_PLACE_IN_LINE_S,
     MAX_TENANT_OVERUSE_DELAY_S,
@@ -99,7 +99,7 @@ def test_early_start_advances_rank_up_to_limit() -> None:
     assert at("conure", program_started_at_s=0.0) == pytest.approx(-MAX_PLACE_IN_LINE_S)
     bulk = at("conure", kind="throughput")
     assert at("conure", kind="throughput", program_started_at_s=0.0) == pytest.approx(
-        bulk - HEAD_START_S
+        bulk - MAX_BACKGROUND_PLACE_S
     )
 
 

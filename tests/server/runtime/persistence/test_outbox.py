@@ -318,7 +318,7 @@ class WorkLog:
     def __init__(self) -> None:
         self.waiting: list[str] = []
         self.turns = Turns()
-        setattr(self.turns, "wait", lambda work: work())  # noqa: B010 - mypy forbids the plain one
+        setattr(self.turns, "call_later", lambda work: work())  # noqa: B010 - mypy forbids the plain one
 
     def wait(self, stage: Stage, name: str) -> None:
         stage.outbox.wait_turn(self.turns, lambda: self.waiting.append(name))
