@@ -459,6 +459,11 @@ async def over_socket(app: Litestar) -> AsyncIterator[str]:
                 await running
 
 
+def client_at(url: str) -> httpx.AsyncClient:
+    """Return a client that waits for a minute: httpx's 5 s are too short on a busy machine."""
+    return httpx.AsyncClient(base_url=url, timeout=60)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks run until the condition holds; fail after a minute."""
     async with asyncio.timeout(60):

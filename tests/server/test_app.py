@@ -20,7 +20,15 @@ from conure.server.routes import openai, parrot
 from conure.server.routes.programs import programs
 from conure.server.service import Readiness
 
-from .service_double import ScriptedService, app_of, in_process, over_socket, service_error, until
+from .service_double import (
+    ScriptedService,
+    app_of,
+    client_at,
+    in_process,
+    over_socket,
+    service_error,
+    until,
+)
 
 PROGRAM: dict[str, Any] = {
     "program": {
@@ -458,14 +466,14 @@ async def test_disconnect_inside_body_is_harmless(
         writer.close()
         await writer.wait_closed()
         assert await reader.read() == b""
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with client_at(url) as client:
             assert (await client.get("/healthz")).status_code == 200
     assert "Traceback" not in caplog.text
 
 
 async def test_head_of_a_wait_ends_with_its_client() -> None:
     service = ScriptedService()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         await client.post("/v1/programs", json=PROGRAM)
         program = service.programs["p_1"]
         wait = client.head("/v1/programs/p_1/variables/greeting", params={"wait_s": 600})
@@ -477,7 +485,7 @@ async def test_head_of_a_wait_ends_with_its_client() -> None:
 
 async def test_head_of_a_stream_ends_after_its_headers() -> None:
     service = ScriptedService()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         await client.post("/v1/programs", json=PROGRAM)
         answer = await client.head("/v1/programs/p_1/events")
         assert answer.headers["content-type"].startswith("text/event-stream")

@@ -306,7 +306,7 @@ def test_run_survives_a_server_restart(file: Path, tmp_path: Path) -> None:
         again = start(*serve, "--port", address.rpartition(":")[2])
         assert again.stdout is not None
         assert read_until(again.stdout, r"(http://127\.0\.0\.1:\d+)") == address
-        httpx.put(place, json={"value": "tea"}).raise_for_status()
+        httpx.put(place, json={"value": "tea"}, timeout=60).raise_for_status()
         out, error = run.communicate()
     assert run.returncode == 0, error
     assert out == "tea\n"

@@ -14,14 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from conure.server.app import create_app
 from conure.server.config import Config
 
-from ..service_double import ScriptedService, app_of, over_socket
+from ..service_double import ScriptedService, app_of, client_at, over_socket
 
 playwright = pytest.importorskip("playwright.async_api")
 
@@ -76,7 +75,7 @@ def generate(node: str, prompt: str, max_tokens: int = 4_000) -> dict[str, Any]:
 
 async def submit(url: str, *nodes: dict[str, Any], outputs: list[str], name: str) -> str:
     program = {"name": name, "nodes": list(nodes), "outputs": outputs}
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with client_at(url) as client:
         answer = await client.post("/v1/programs", json={"program": program})
     assert answer.status_code == 202, answer.text
     accepted: str = answer.json()["id"]
@@ -84,7 +83,7 @@ async def submit(url: str, *nodes: dict[str, Any], outputs: list[str], name: str
 
 
 async def status_of(url: str, program: str) -> str:
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with client_at(url) as client:
         status: str = (await client.get(f"/v1/programs/{program}")).json()["status"]
     return status
 
@@ -253,7 +252,7 @@ async def test_the_first_page_of_1000_programs_is_painted_within_a_second(tmp_pa
     async with fake_server(tmp_path) as url, browser_page() as page:
         node = {"id": "a", "op": "expr", "expr": 1, "output": "x"}
         body = {"program": {"name": "one of many", "nodes": [node], "outputs": ["x"]}}
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with client_at(url) as client:
             for _ in range(1_000):
                 (await client.post("/v1/programs", json=body)).raise_for_status()
         await page.goto(url)
@@ -384,7 +383,7 @@ async def test_a_receipt_compares_with_single_requests_in_plain_words(
 async def test_the_api_reference_lists_and_finds_all_operations() -> None:
     async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
         expect = playwright.expect
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with client_at(url) as client:
             paths = (await client.get("/schema/openapi.json")).json()["paths"]
         await page.goto(f"{url}/docs")
         await expect(page.locator("article")).to_have_count(sum(map(len, paths.values())))

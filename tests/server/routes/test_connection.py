@@ -81,7 +81,7 @@ async def test_long_head_is_refused_before_it_is_complete(tmp_path: Path) -> Non
 
 
 async def test_large_body_does_not_count_as_head(tmp_path: Path) -> None:
-    async with bounded(tmp_path) as server, httpx.AsyncClient() as client:
+    async with bounded(tmp_path) as server, httpx.AsyncClient(timeout=60) as client:
         program = {"program": {"nodes": [expr("e", "a" * 2 * MAX_HEAD_BYTES)]}}
         url = f"http://127.0.0.1:{server.port}/v1/programs"
         assert (await client.post(url, json=program)).status_code == 202

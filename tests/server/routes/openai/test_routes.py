@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -18,6 +17,7 @@ from ...service_double import (
     ScriptedProgram,
     ScriptedService,
     app_of,
+    client_at,
     in_process,
     over_socket,
     service_error,
@@ -228,7 +228,7 @@ async def test_late_error_is_the_last_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_before_text_cancels_program(stream: bool) -> None:
     service = ScriptedService()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         body = {**CHAT, "stream": stream}
         waiting = asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
         await until(lambda: any(p.num_waiters + p.num_readers for p in service.programs.values()))
@@ -241,7 +241,7 @@ async def test_disconnect_before_text_cancels_program(stream: bool) -> None:
 async def test_disconnect_during_stream_cancels_program() -> None:
     service = ScriptedService()
     service.on_submit = lambda program: program.delta("answer", "Hel", offset=0)
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         body = {**CHAT, "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for line in answer.aiter_lines():

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -16,7 +15,7 @@ from conure.server.program.ir import GenerateNode, Objective
 from conure.server.program.status import VariableStatus
 
 from ...inprocess import answer
-from ...service_double import ScriptedService, app_of, in_process, over_socket, until
+from ...service_double import ScriptedService, app_of, client_at, in_process, over_socket, until
 from ...test_app import check_problem
 
 ID_FORM = "p_{:024x}"
@@ -134,7 +133,7 @@ async def test_set_commits_and_get_waits_with_criteria() -> None:
 
 async def test_get_ends_with_its_connection() -> None:
     service = sessions_service()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         code = (await client.post("/v1/submit", json=WRITE)).json()["placeholders"][1]
         body = {"semantic_var_id": code["semantic_var_id"], "criteria": "ttft"}
         waiting = asyncio.ensure_future(client.post("/v1/get", json=body))

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
 import pytest
 
 from conure.server.app import drain
@@ -23,6 +22,7 @@ from ...service_double import (
     ScriptedProgram,
     ScriptedService,
     app_of,
+    client_at,
     in_process,
     over_socket,
     until,
@@ -97,7 +97,7 @@ async def test_sequence_numbers_are_bounded(after: str) -> None:
 
 async def test_disconnect_closes_the_service_generator() -> None:
     service = ScriptedService()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         await client.post("/v1/programs", json=PROGRAM)
         program = service.programs["p_1"]
         async with client.stream("GET", EVENTS) as answer:

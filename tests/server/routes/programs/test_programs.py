@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-import httpx
 import pytest
 
 from conure.server.app import drain
 
-from ...service_double import ScriptedService, app_of, in_process, over_socket, until
+from ...service_double import ScriptedService, app_of, client_at, in_process, over_socket, until
 from ...test_app import PROGRAM, check_problem
 
 VARIABLE = "/v1/programs/p_1/variables/greeting"
@@ -188,7 +187,7 @@ async def test_long_poll_returns_value_or_202() -> None:
 
 async def test_long_poll_ends_with_its_connection() -> None:
     service = ScriptedService()
-    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with over_socket(app_of(service)) as url, client_at(url) as client:
         await client.post("/v1/programs", json=PROGRAM)
         program = service.programs["p_1"]
         waiting = asyncio.ensure_future(client.get(VARIABLE, params={"wait_s": 600}))
