@@ -156,7 +156,7 @@ class SpeculativeOutbox:
     def has_work(self) -> bool:
         """Whether `next` may return a request, now or after a request under way."""
         with self._registry.lock:
-            has_calls = bool(self._registry.unsent or self._split or self._registry.given_up)
+            has_calls = bool(self._registry.unsent or self._split or self._registry.abandoned)
             return has_calls or any(map(self._may_send_to, self.programs))
 
     def _may_send_to(self, program: OpenProgram) -> bool:
@@ -349,15 +349,15 @@ class SpeculativeOutbox:
         return None
 
     def _next_kill(self) -> OutboxRequest | None:
-        """Return the end of a call that the application has given up, in an open program."""
+        """Return the end of an abandoned call in an open program."""
         programs = {program.id: program for program in self.programs}
-        given_up = self._registry.given_up
-        for record in list(given_up):
+        abandoned = self._registry.abandoned
+        for record in list(abandoned):
             program = programs.get(record.program)
             if not record.is_open or (program is not None and not program.is_open):
-                given_up.remove(record)
+                abandoned.remove(record)
             elif program and program.run is not None and record.variable not in program.announced:
-                given_up.remove(record)
+                abandoned.remove(record)
                 name, target = f"{record.node_id}_kill", record.variable
                 node = {"id": name, "op": "kill", "targets": [target], "when": True}
                 program.num_nodes += 1

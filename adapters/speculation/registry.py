@@ -90,7 +90,7 @@ class CallRecord:
         return not self.is_answered and self.failure is None
 
     @property
-    def is_given_up(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the application made the call and does not wait for its answer any more."""
         return self.is_open and self.is_claimed and not self.is_awaited
 
@@ -105,7 +105,7 @@ class PlannedCallRegistry:
         self.records: dict[str, CallRecord] = {}
         """By variable."""
         self.unsent: deque[CallRecord] = deque()
-        self.given_up: list[CallRecord] = []
+        self.abandoned: list[CallRecord] = []
         """Open calls whose answers the application does not wait for any more."""
         self.rejections: list[str] = []
         """Messages of the server about rejected requests that had planned calls or their values."""
@@ -250,9 +250,9 @@ class PlannedCallRegistry:
             for record in records:
                 if record.is_awaited and record.is_open:
                     if record.is_sent:
-                        self.given_up.append(record)
+                        self.abandoned.append(record)
                     else:
-                        self.reject([record], _given_up())
+                        self.reject([record], _abandoned())
                 record.is_awaited = False
 
     def on_event(self, event: Event) -> None:
@@ -315,7 +315,7 @@ class PlannedCallRegistry:
         with self.lock:
             records = list(records)
             # Its program was to end these calls. Nothing ends them in another one.
-            self.reject([each for each in records if each.is_given_up], _given_up())
+            self.reject([each for each in records if each.is_abandoned], _abandoned())
             again = [record for record in records if record.is_open]
             for record in again:
                 record.is_sent, record.has_ended, record.program = False, False, ""
@@ -376,8 +376,8 @@ class PlannedCallRegistry:
             listener(event)
 
 
-def _given_up() -> RunError:
-    return RunError("run.ended", "the application has given the call up")
+def _abandoned() -> RunError:
+    return RunError("run.ended", "the application does not wait for the answer any more")
 
 
 def plan_failure(failure: Exception) -> PlanFailedError:

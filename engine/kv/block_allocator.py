@@ -63,7 +63,7 @@ class BlockAllocator:
         assert self.refs[block] > 0
         self.refs[block] += 1
 
-    def revive(self, block: int) -> None:
+    def retain_cached(self, block: int) -> None:
         """Give a cached block its first reference."""
         assert self.refs[block] == 0
         self.refs[block] = 1

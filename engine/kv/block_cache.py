@@ -42,7 +42,7 @@ class BlockCache:
         """Add a reference to a node's block. Return how its tokens count: CACHED or SHARED."""
         if node.is_cached:
             self.tree.mark_referenced(node)
-            self.pool.revive(node.block)
+            self.pool.retain_cached(node.block)
             return CACHED
         self.pool.retain(node.block)
         return SHARED

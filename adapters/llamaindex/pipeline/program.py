@@ -124,8 +124,8 @@ class CompiledPipeline:
         texts = {name: self._input_text(name, value) for name, value in inputs.items()}
         result = client.run(self.program, inputs=texts, functions=functions)
         outputs = {
-            key: revive(result.outputs[variable], local)
-            for key, (variable, revive) in self._leaves.items()
+            key: deserialize(result.outputs[variable], local)
+            for key, (variable, deserialize) in self._leaves.items()
         }
         return (next(iter(outputs.values())) if len(outputs) == 1 else outputs), result
 
@@ -191,15 +191,15 @@ class CompiledPipeline:
         (output,) = names
         variable = self._fresh_name(key)
         step = self._fresh_name(f"{key}_step")
-        args, revivers = {}, {}
+        args, deserializers = {}, {}
         for name, value in inputs.items():
-            args[name], revivers[name] = self._argument(value)
+            args[name], deserializers[name] = self._argument(value)
         self._nodes.append(
             {"id": step, "op": "client", "name": step, "args": args, "output": variable}
         )
 
         def function(local: LocalValues, **arguments: Json) -> Json:
-            given = {name: revivers[name](value, local) for name, value in arguments.items()}
+            given = {name: deserializers[name](value, local) for name, value in arguments.items()}
             with conure_run():  # calls inside the module are one program
                 output_value = module.run_component(**given)[output]
             value: dict[str, Json] = {"value": _encode(output_value, local)}
@@ -219,13 +219,13 @@ class CompiledPipeline:
         if isinstance(value, list):
             parts = [self._argument(each) for each in value]
             return [each for each, _ in parts], lambda json, local: [
-                revive(item, local) for (_, revive), item in zip(parts, json, strict=True)
+                deserialize(item, local) for (_, deserialize), item in zip(parts, json, strict=True)
             ]
         if isinstance(value, dict):
             named = {key: self._argument(each) for key, each in value.items()}
             return {"object": {key: each for key, (each, _) in named.items()}}, (
                 lambda json, local: {
-                    key: revive(json[key], local) for key, (_, revive) in named.items()
+                    key: deserialize(json[key], local) for key, (_, deserialize) in named.items()
                 }
             )
         if value != marks[0]:
@@ -238,13 +238,13 @@ class CompiledPipeline:
         """Return the variable of a leaf's output, and the deserializer of the output."""
         value: Any = next(iter(outputs.values())) if len(outputs) == 1 else dict(outputs)
         marks = self._reader.placeholders(value)
-        expression, revive = self._argument(value)
+        expression, deserialize = self._argument(value)
         if len(marks) == 1 and value == marks[0] and "var" in expression:
-            return expression["var"], revive
+            return expression["var"], deserialize
         variable = self._fresh_name(f"{key}_output")
         node = {"id": self._fresh_name(f"{key}_expr"), "op": "expr", "expr": expression}
         self._nodes.append({**node, "output": variable})
-        return variable, revive
+        return variable, deserialize
 
     def _fresh_name(self, hint: str) -> str:
         return unique_name(GENERATED_NAME.sub("module", hint), self._names)

@@ -473,7 +473,7 @@ def test_an_output_in_a_prompt_gets_a_seed() -> None:
     assert 0 <= output["seed"] < 2**SEED_BITS
 
 
-def test_a_call_that_is_given_up_is_killed_once_the_server_has_it(sent: Sent) -> None:
+def test_a_call_that_is_abandoned_is_killed_once_the_server_has_it(sent: Sent) -> None:
     record = sent.registry.add_unplanned(call("a", set(), SEGMENT))
     submission = sent.outbox.next()
     assert submission is not None
@@ -488,20 +488,20 @@ def test_a_call_that_is_given_up_is_killed_once_the_server_has_it(sent: Sent) ->
     }
 
 
-def test_a_call_that_is_given_up_before_it_is_sent_is_never_sent(sent: Sent) -> None:
+def test_a_call_that_is_abandoned_before_it_is_sent_is_never_sent(sent: Sent) -> None:
     record = sent.registry.add_unplanned(call("a", set(), SEGMENT))
     sent.registry.release([record])
     assert sent.outbox.next() is None
 
 
-def test_a_call_that_is_given_up_is_not_sent_again(sent: Sent) -> None:
-    given_up = sent.registry.add_unplanned(call("a", set(), SEGMENT))
+def test_a_call_that_is_abandoned_is_not_sent_again(sent: Sent) -> None:
+    abandoned = sent.registry.add_unplanned(call("a", set(), SEGMENT))
     awaited = sent.registry.add_unplanned(call("b", set(), SEGMENT))
     sent.accept_all()
-    sent.registry.release([given_up])
-    sent.registry.send_again([given_up, awaited])
+    sent.registry.release([abandoned])
+    sent.registry.send_again([abandoned, awaited])
     assert list(sent.registry.unsent) == [awaited]
-    assert not given_up.is_open
+    assert not abandoned.is_open
 
 
 def test_a_call_that_has_ended_is_not_killed(sent: Sent) -> None:

@@ -33,7 +33,7 @@ def test_cached_block_is_neither_free_nor_held() -> None:
     allocator.release(block)
     allocator.mark_cached(block)
     assert (allocator.num_free, allocator.num_held, allocator.num_cached) == (1, 0, 1)
-    allocator.revive(block)
+    allocator.retain_cached(block)
     assert (allocator.num_free, allocator.num_held, allocator.num_cached) == (1, 1, 0)
 
 
@@ -43,7 +43,7 @@ def test_releasing_an_unreferenced_block_raises() -> None:
 
 
 OPERATIONS = st.sampled_from(
-    ["allocate", "retain", "release", "release to cache", "revive", "uncache"]
+    ["allocate", "retain", "release", "release to cache", "retain cached", "uncache"]
 )
 
 
@@ -72,8 +72,8 @@ def test_counts_match_a_model(operations: list[tuple[str, int]]) -> None:
                     cached.add(block)
                 elif refs[block] == 0:
                     allocator.free(block)
-            case "revive" if block in cached:
-                allocator.revive(block)
+            case "retain cached" if block in cached:
+                allocator.retain_cached(block)
                 cached.discard(block)
                 refs[block] = 1
             case "uncache" if block in cached:

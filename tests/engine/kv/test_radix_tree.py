@@ -68,7 +68,7 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     assert [tree.evict() for _ in range(5)] == [3, 2, 1, 0, None]
 
 
-def test_revived_node_is_not_evicted() -> None:
+def test_node_with_a_new_reference_is_not_evicted() -> None:
     tree = RadixTree(8)
     nodes = grow(tree, "", 0, 1)
     cache(tree, nodes)
