@@ -17,10 +17,12 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 class PortError(Exception):
     """The address cannot be used. The message names the address and the reason."""
 
-    def __init__(self, message: str, *, is_in_use: bool) -> None:
+    def __init__(self, message: str, *, is_in_use: bool, has_conure: bool = False) -> None:
         super().__init__(message)
         self.is_in_use = is_in_use
         """Another process uses the port."""
+        self.has_conure = has_conure
+        """A Conure server uses the port."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -39,10 +41,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = error.strerror or str(error)
         is_in_use = error.errno == errno.EADDRINUSE
-        if is_in_use and is_conure(host, port):
+        has_conure = is_in_use and is_conure(host, port)
+        if has_conure:
             reason += " by a Conure server"
         message = f"cannot listen on {address(host, port)}: {reason}"
-        raise PortError(message, is_in_use=is_in_use) from error
+        raise PortError(message, is_in_use=is_in_use, has_conure=has_conure) from error
     return listener
 
 

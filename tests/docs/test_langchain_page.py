@@ -1,7 +1,8 @@
 """The examples of docs/langchain.md run, and its table matches the tests of chains.
 
-A fenced block after a line `<!-- tested: NAME -->` runs against a server with the built-in model.
-It prints the fenced block after it, if there is one, apart from the ids of programs.
+A fenced block after a line `<!-- tested: NAME -->` runs against a server with the built-in model;
+the block `scripted` against the fake engine with the script of the page. It prints the fenced block
+after it, if there is one, apart from the ids of programs.
 `python -m tests.docs.test_langchain_page` rewrites the table.
 """
 
@@ -38,8 +39,18 @@ def url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    script = tmp_path_factory.mktemp("script") / "answers.json"
+    (text,) = re.findall(r"^<!-- script: answers -->\n```json\n(.*?)^```$", PAGE, re.M | re.S)
+    script.write_text(text, "utf-8")
+    with served("--engine", "fake", "--script", str(script)) as url:
+        yield url
+
+
 @pytest.mark.parametrize("name", BLOCKS)
-def test_example_runs(name: str, url: str) -> None:
+def test_example_runs(name: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue("scripted_url" if name == "scripted" else "url")
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[name]],
         env={**environment(), "CONURE_URL": url},

@@ -16,6 +16,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from conure.server.program.ir import Constraint, Json, Sampling
 
 from ...arguments import unknown_argument
+from ...class_schemas import without_other_fields
 
 MAX_ANSWERS: Final = 128
 """Maximum of `n`, as in OpenAI's API."""
@@ -189,6 +190,8 @@ def json_schema_of(given: Any) -> dict[str, Json]:
         ValueError: if it is none of these, or a dict that has the name of the output only.
     """
     schema = convert_to_json_schema(plain_schema(given))
+    if isinstance(given, type):
+        schema = without_other_fields(schema)
     if not schema.keys() - {"title", "description"}:
         raise ValueError(
             f"the output {schema.get('title')!r} has no schema; pass a class with fields, a JSON "

@@ -207,7 +207,8 @@ class ChatConure(ChatSettings):
             method: `json_schema` constrains the answer to the schema, `function_calling` uses
                 the schema for the arguments of a tool, `json_mode` constrains the answer to a
                 JSON object.
-            strict: with `function_calling`, as in `bind_tools`.
+            strict: with `function_calling`, as in `bind_tools`. With `json_schema`, allow only
+                fields that the schema mentions; for a class this is the default.
             **kwargs: rejected.
 
         Raises:

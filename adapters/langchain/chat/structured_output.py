@@ -32,6 +32,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
+from ...class_schemas import without_other_fields
 from ...cut_answers import cut_message
 from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID
 from .call_options import check_types, json_schema_of, plain_schema
@@ -49,7 +50,9 @@ def structured(
         schema: a pydantic class, a TypedDict, a JSON schema, or OpenAI's dict of `name` and
             `schema`.
         method: `json_mode` enforces only that the answer is a JSON object.
-        strict: passed to `bind_tools` and to tracers. The engine always enforces the schema.
+        strict: passed to `bind_tools` and to tracers. The engine always enforces the schema. With
+            `json_schema`, objects then have only the fields that the schema mentions, as those of
+            a class always have.
         include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
     """
     if method == "function_calling":
@@ -75,6 +78,8 @@ def _json_answer(
     if method == "json_schema":
         json_schema = json_schema_of(schema)
         check_types(json_schema)
+        if strict:
+            json_schema = without_other_fields(json_schema)
         response_format = {
             "type": "json_schema",
             "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema},

@@ -40,6 +40,7 @@ from llama_index.core.types import PydanticProgramMode
 from conure.server.program.errors import NotFoundError
 from conure.server.program.ir import Json
 
+from ...class_schemas import without_other_fields
 from ...client import Client
 from ...client.client_cache import ModelClients
 from ..acceleration.scope import active_scope
@@ -380,7 +381,8 @@ class Conure(FunctionCallingLLM):
             mode == PydanticProgramMode.DEFAULT and not self.metadata.is_function_calling_model
         )
         if is_text and "constraint" not in options:
-            options["constraint"] = {"json_schema": output_cls.model_json_schema()}
+            schema = without_other_fields(output_cls.model_json_schema())
+            options["constraint"] = {"json_schema": schema}
         return options
 
     def _model_info(self) -> dict[str, Json]:

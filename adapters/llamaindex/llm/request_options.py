@@ -10,6 +10,7 @@ from llama_index.core.bridge.pydantic import BaseModel
 from conure.server.program.ir import Json, Sampling
 
 from ...arguments import check_arguments, unknown_argument
+from ...class_schemas import without_other_fields
 
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
@@ -91,7 +92,8 @@ def _format_fields(response_format: Any) -> dict[str, Json]:
     if response_format is None or response_format == {"type": "text"}:
         return {}
     if isinstance(response_format, type) and issubclass(response_format, BaseModel):
-        return {"constraint": {"json_schema": response_format.model_json_schema()}}
+        schema = without_other_fields(response_format.model_json_schema())
+        return {"constraint": {"json_schema": schema}}
     if isinstance(response_format, Mapping):
         if response_format.get("type") == "json_object":
             return {"constraint": {"json_schema": {"type": "object"}}}

@@ -104,13 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 1 if one of them is a problem."""
     machine = read_machine()
+    port = [*check_port(arguments.host, arguments.port)]
+    has_server = any(finding.level == "note" for finding in port)
     findings = [
         *check_python(),
         *check_extras(machine),
         *check_gpu(machine),
         *check_compiler(machine),
-        *check_port(arguments.host, arguments.port),
-        *check_data(arguments.data or default_data_folder()),
+        *port,
+        *check_data(arguments.data or default_data_folder(), has_server=has_server),
         *check_model(arguments.model, machine),
     ]
     if arguments.json:
@@ -255,7 +257,10 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:
-    """Check that a server may use the address, and that the port is free."""
+    """Check that a server may use the address, and that the port is free.
+
+    A Conure server that uses the port already is a note.
+    """
     try:
         Config(data=Path(), host=host, port=port)
     except ConfigError as exc:
@@ -264,22 +269,33 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     try:
         bind(host, port).close()
     except PortError as exc:
-        if exc.is_in_use:
+        other = f"conure serve --port {port + 1 if port < MAX_PORT else port - 1}"
+        level: Literal["note", "problem"] = "problem"
+        if exc.has_conure:
+            level, advice = "note", f"start a second one with {other} --data DIR"
+        elif exc.is_in_use:
             advice = f"stop the process that uses the port (`ss -ltnp sport = :{port}`), or choose "
-            advice += f"another: conure serve --port {port + 1 if port < MAX_PORT else port - 1}"
+            advice += f"another: {other}"
         else:
             advice = f"choose another: conure serve --host {DEFAULT_HOST} --port {DEFAULT_PORT}"
-        yield Finding("problem", "port", f"{exc}; {advice}")
+        yield Finding(level, "port", f"{exc}; {advice}")
         return
     yield Finding("ok", "port", f"{address(host, port)} is free")
 
 
-def check_data(folder: Path) -> Iterator[Finding]:
-    """Check that the journal directory can be written and that no server uses it."""
+def check_data(folder: Path, *, has_server: bool = False) -> Iterator[Finding]:
+    """Check that the journal directory can be written and that no server uses it.
+
+    Args:
+        folder: the directory.
+        has_server: a Conure server runs, so a directory in use is a note.
+    """
     try:
         existing = check_folder(folder)
     except JournalError as exc:
-        yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
+        is_expected = has_server and exc.code == "store.locked"
+        level: Literal["note", "problem"] = "note" if is_expected else "problem"
+        yield Finding(level, "data", f"{exc} (conure serve --data DIR)")
         return
     free = shutil.disk_usage(existing).free
     space = f"{folder}, {free / 1e9:.1f} GB free"

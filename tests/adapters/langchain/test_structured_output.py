@@ -53,6 +53,17 @@ def test_answer_without_a_limit_is_whole(client: Client) -> None:
     assert llm.invoke("JSON").response_metadata["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("schema", "strict", "closed"),
+    [(Big, None, True), (JSON_SCHEMA, None, False), (JSON_SCHEMA, True, True)],
+    ids=["class", "schema", "strict schema"],
+)
+def test_other_fields_are_refused(client: Client, schema: Any, strict: Any, closed: bool) -> None:
+    chain: Any = ChatConure(client=client).with_structured_output(schema, strict=strict)
+    sent = chain.first.kwargs["response_format"]["json_schema"]["schema"]
+    assert sent.get("additionalProperties", True) is not closed
+
+
 @pytest.mark.parametrize("is_accelerated", [False, True])
 @pytest.mark.parametrize("schema", [Big, JSON_SCHEMA], ids=["class", "schema"])
 @pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])

@@ -422,6 +422,11 @@ class Echo(BaseOutputParser):
         return output
 
 
+def test_other_fields_than_those_of_the_class_are_refused(llm: Conure) -> None:
+    schema = llm.structured_output_options(Person, None)["constraint"]["json_schema"]
+    assert schema["additionalProperties"] is False
+
+
 CUT = r"cut after 2 tokens before it was complete \(finish_reason 'length'\); raise max_tokens"
 
 

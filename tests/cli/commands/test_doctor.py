@@ -181,6 +181,13 @@ def test_taken_port_is_named() -> None:
     assert f"conure serve --port {port + 1}" in finding.text
 
 
+def test_folder_of_a_running_server_is_a_note(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    levels = [only(doctor.check_data(tmp_path, has_server=it)).level for it in (True, False)]
+    os.close(lock)
+    assert levels == ["note", "problem"]
+
+
 def test_port_without_permission_is_not_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(host: str, port: int) -> None:
         raise PortError("cannot listen on 127.0.0.1:80: Permission denied", is_in_use=False)
@@ -199,7 +206,9 @@ def test_address_of_ipv6_is_written_as_in_a_url() -> None:
 
 def test_port_of_a_conure_server_is_recognized(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
-    assert "in use by a Conure server" in only(doctor.check_port(host, int(port))).text
+    finding = only(doctor.check_port(host, int(port)))
+    assert finding.level == "note"
+    assert "in use by a Conure server; start a second one with conure serve --port" in finding.text
 
 
 @pytest.mark.parametrize(

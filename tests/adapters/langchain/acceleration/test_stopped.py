@@ -59,7 +59,7 @@ def test_a_call_that_timed_out_ends_before_the_chain(tmp_path: Path) -> None:
 async def test_the_end_of_a_run_does_not_wait_for_a_busy_server(
     double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_tasks, "PROMPT_ANSWER_S", 0.0)
+    monkeypatch.setattr(request_tasks, "SUBMISSION_TIMEOUT_S", 0.0)
     busy = kit.Answer(429, kit.problem(429, "queue.full", "busy"), {"Retry-After": "30"})
     double.on("POST", "/v1/programs", busy)
     with await asyncio.to_thread(lambda: Client(app=double)) as client:
