@@ -6,8 +6,11 @@ keeps its place in line on the server. Thread-safe.
 
 Invariants: a recorded answer is continued at most once per time it was recorded, so that two users
 with equal histories get two sessions; system messages are ignored, because each agent of a team has
-its own; at most `MAX_RECORDED_ANSWERS` answers are recorded, and the conversation of a dropped
-answer continues as a new session. A copy of this object has no recorded answers.
+its own; the latest `MAX_RECORDED_ANSWERS` answers can be continued, and the conversation of an
+older answer continues as a new session. A copy of this object has no recorded answers.
+
+The garbage collector may call `record` and `restore` in a thread that holds the lock: it closes
+generators of LangChain, which read their inputs to the end. Both methods take no lock.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _COMPARED_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 
 
 class ResumedSession(NamedTuple):
-    """An inferred session that a call continues."""
+    """A session that a call continues, or can continue."""
 
     session: str
     history_hash: bytes
@@ -42,9 +45,8 @@ class SessionInference(UnsharedState):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._restored: deque[ResumedSession] = deque()
-        """Restored sessions that are not in `_sessions` yet. The garbage collector may call
-        `restore` in a thread that holds the lock."""
+        self._pending: deque[ResumedSession] = deque(maxlen=MAX_RECORDED_ANSWERS)
+        """Recorded and restored sessions that are not in `_sessions` yet."""
         self._sessions: OrderedDict[bytes, deque[str]] = OrderedDict()
         """By hash of the history up to an answer. Several sessions may have equal histories."""
         self._num_sessions = 0
@@ -58,7 +60,7 @@ class SessionInference(UnsharedState):
             return None
         ends = [*_history_hashes(messages)]
         with self._lock:
-            self._put_restored()
+            self._put_pending()
             # The longest history is the latest; the shorter ones have been continued.
             for end in reversed(ends):
                 if end in self._sessions:
@@ -67,7 +69,7 @@ class SessionInference(UnsharedState):
 
     def restore(self, resumed: ResumedSession) -> None:
         """Make the session of a failed call available to its retry."""
-        self._restored.append(resumed)
+        self._pending.append(resumed)
 
     def record(
         self, messages: Sequence[dict[str, Json]], answer: dict[str, Json], session: str
@@ -80,14 +82,12 @@ class SessionInference(UnsharedState):
             session: session of the call, or a new one.
         """
         (*_, end) = _history_hashes([*messages, answer])
-        with self._lock:
-            self._put_restored()
-            self._put(end, session)
+        self._pending.append(ResumedSession(session, end))
 
-    def _put_restored(self) -> None:
-        while self._restored:
-            resumed = self._restored.popleft()
-            self._put(resumed.history_hash, resumed.session)
+    def _put_pending(self) -> None:
+        while self._pending:
+            pending = self._pending.popleft()
+            self._put(pending.history_hash, pending.session)
 
     def _put(self, end: bytes, session: str) -> None:
         self._sessions.setdefault(end, deque()).append(session)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.adapters.langchain.chat import sessions
-from conure.adapters.langchain.chat.sessions import ResumedSession, SessionInference
+from conure.adapters.langchain.chat.sessions import SessionInference
 
 
 def user(text: str) -> dict[str, Any]:
@@ -56,31 +56,29 @@ def test_equal_histories_continue_two_sessions() -> None:
     assert session(known, user("hi"), answer("ho"), user("c")) is None
 
 
-def test_garbage_collector_may_restore_a_session_while_another_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sessions, "MAX_RECORDED_ANSWERS", 1)
-
+def test_garbage_collector_may_record_and_restore_sessions_while_a_call_resumes_one() -> None:
     class CollectedInference(SessionInference):
-        def _count_removed(self, end: bytes) -> None:
-            """Call `restore` like the garbage collector, between two changes under the lock."""
-            if lost:
-                self.restore(lost.pop())
-            super()._count_removed(end)
+        def _take(self, end: bytes) -> str:
+            """Call methods like the garbage collector, under the lock."""
+            while lost:
+                lost.pop()()
+            return super()._take(end)
 
-    lost: list[ResumedSession] = []
     known = CollectedInference()
+    lost: list[Callable[[], None]] = []
     known.record([user("hi")], answer("ho"), "one")
     resumed = known.resume([user("hi"), answer("ho")])
     assert resumed is not None
     known.record([user("hey")], answer("ho"), "two")
-    lost.append(resumed)
-    record = partial(known.record, [user("hello")], answer("ho"), "three")
-    thread = threading.Thread(target=record, daemon=True)
+    lost.append(partial(known.restore, resumed))
+    lost.append(partial(known.record, [user("hello")], answer("ho"), "three"))
+    resume = partial(known.resume, [user("hey"), answer("ho")])
+    thread = threading.Thread(target=resume, daemon=True)
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
     assert session(known, user("hi"), answer("ho")) == "one"
+    assert session(known, user("hello"), answer("ho")) == "three"
 
 
 def test_failed_call_restores_its_session() -> None:
