@@ -46,7 +46,8 @@ class ChainRun:
         """Create a run; nothing is sent yet.
 
         Args:
-            client: client of the server. None: the client of the first model that is called.
+            client: client of the server of the planned calls. None: no call is planned, and the
+                run uses the client of the first model that is called.
             name: name of the chain.
             is_streamed: the chain is streamed. Otherwise texts are not requested from the server
                 before a call streams.
@@ -59,6 +60,9 @@ class ChainRun:
         Calls of tasks and threads that outlive the chain belong to no run.
         """
         self._has_failed = False
+        self._has_plans = client is not None
+        """Whether plans have calls. Those of a run without a client have none, even after a model
+        has bound the run."""
         self._name = name
         self._is_streamed = is_streamed
         self._session = session
@@ -102,7 +106,12 @@ class ChainRun:
         return self._run.calls
 
     def prefix(self) -> str:
-        """Return a prefix for the names of one more plan; the first plan needs none."""
+        """Return a prefix for the names of one more plan.
+
+        The first plan, and plans without calls, need none.
+        """
+        if not self._has_plans:
+            return ""
         with self._lock:
             is_first = self._num_names == 0
             prefix = self._next_name("in{}_")
@@ -117,10 +126,10 @@ class ChainRun:
             plans: each with the values that follow from the input of its chain.
             is_start: the chain has not begun to run.
         """
+        if not self._has_plans:
+            return
         with self._lock:
             self._names.update(*(plan.names for plan, _ in plans))
-        if self._bound_run is None:
-            return  # without a server, nothing is planned
         with self._registry.lock:
             for plan, _ in plans:
                 self._run.outbox.may_grow |= plan.may_grow
@@ -137,7 +146,7 @@ class ChainRun:
 
     def observe(self, awaited: AwaitedValue, computed: Any) -> None:
         """Process a value that planned calls wait for."""
-        if self._bound_run is None:
+        if not self._has_plans:
             return
         encoded = awaited.values(computed)
         if encoded.reason:

@@ -260,9 +260,19 @@ def test_names_of_later_calls_differ_from_the_names_of_a_plan(
     assert run.prefix() == "in5_"
 
 
-def test_plans_of_a_run_without_a_server_have_different_names() -> None:
+def test_run_without_planned_calls_uses_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
+    llm = ChatConure(base_url="http://127.0.0.1:9")
+    chain = ChatPromptTemplate.from_template("A {x}") | llm
+    plan = plan_of(chain, identity=None, prefix="", config=None)
     run = ChainRun(None, "chain", is_streamed=False)
-    assert [run.prefix(), run.prefix()] == ["", "in2_"]
+    assert [run.prefix(), run.prefix()] == ["", ""]
+    client: Any = SimpleNamespace(identity="server")
+    assert run.bind_to(client)
+    assert run.prefix() == ""
+    run.begin([(plan, plan.inputs({"x": "tea"})), (plan, plan.inputs({"x": "cake"}))])
+    assert not run._registry.values
+    assert run._claim(node("z", "another prompt")).variable == "miss1"
 
 
 def test_unneeded_calls_of_one_place_are_counted_one_by_one(case: Case) -> None:
