@@ -66,7 +66,9 @@ class ChainRun:
         self._name = name
         self._is_streamed = is_streamed
         self._session = session
-        self._lock = threading.RLock()
+        self._binding_lock = threading.Lock()
+        """Allocate nothing under this lock. The garbage collector may close a stream, which takes
+        the lock of a registry."""
         self._bound_run: SpeculativeRun | None = None
         if client is not None:
             self.bind_to(client)
@@ -89,11 +91,12 @@ class ChainRun:
 
         It can if both clients have the same server and send the same headers, such as the API key.
         """
-        with self._lock:
-            if self._bound_run is None:
-                self._bound_run = SpeculativeRun(
-                    client, self._name, is_streamed=self._is_streamed, session=self._session
-                )
+        if self._bound_run is None:
+            made = SpeculativeRun(
+                client, self._name, is_streamed=self._is_streamed, session=self._session
+            )
+            with self._binding_lock:
+                self._bound_run = self._bound_run or made
         return self._run.identity == client.identity
 
     @property
@@ -112,7 +115,7 @@ class ChainRun:
         """
         if not self._has_plans:
             return ""
-        with self._lock:
+        with self._registry.lock:
             is_first = self._num_names == 0
             prefix = self._next_name("in{}_")
             return "" if is_first else prefix
@@ -128,10 +131,9 @@ class ChainRun:
         """
         if not self._has_plans:
             return
-        with self._lock:
-            self._names.update(*(plan.names for plan, _ in plans))
         with self._registry.lock:
             for plan, _ in plans:
+                self._names |= plan.names
                 self._run.outbox.may_grow |= plan.may_grow
                 self.stats.num_planned += len(plan.calls)
                 for awaited in plan.awaited.values():
@@ -368,13 +370,16 @@ class ChainRun:
         return self._run.add_unplanned(PlannedCall("", variable, named, frozenset()))
 
     def _next_name(self, form: str) -> str:
-        """Return a numbered name, or beginning of names, that no name of a plan begins with."""
-        with self._lock:
-            while True:
-                self._num_names += 1
-                name = form.format(self._num_names)
-                if not any(taken.startswith(name) for taken in self._names):
-                    return name
+        """Return a numbered name, or beginning of names, that no name of a plan begins with.
+
+        The caller holds the lock of the calls. A second lock would cause deadlocks: the garbage
+        collector may close a stream in any thread, which takes the lock of the calls.
+        """
+        while True:
+            self._num_names += 1
+            name = form.format(self._num_names)
+            if not any(taken.startswith(name) for taken in self._names):
+                return name
 
     def _miss(self) -> PlanMiss:
         """Explain a miss by a planned call that the chain has not made.

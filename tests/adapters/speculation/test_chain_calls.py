@@ -260,6 +260,23 @@ def test_names_of_later_calls_differ_from_the_names_of_a_plan(
     assert run.prefix() == "in5_"
 
 
+def test_names_are_assigned_under_the_lock_of_the_calls(case: Case) -> None:
+    lock: Any = case.registry.lock
+    num_reads = 0
+
+    class Names(set[str]):
+        def __iter__(self) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            assert lock._is_owned(), "the garbage collector may wait for this lock"
+            return super().__iter__()
+
+    case.chain._names = Names()
+    assert [case.chain.prefix(), case.chain.prefix()] == ["", "in2_"]
+    assert case.claim("an unplanned prompt").variable == "miss3"
+    assert num_reads == 3
+
+
 def test_run_without_planned_calls_uses_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
     llm = ChatConure(base_url="http://127.0.0.1:9")
