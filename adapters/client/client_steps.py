@@ -116,10 +116,12 @@ class ClientStepDeduplicator:
                 attempts that have expired are not run again.
             program: the program itself, if it is known.
         """
+        # Made first: an invalid program raises here, and such a session is never closed.
+        session = ClientStepSession(self, program_id, outputs, status, Failures(program))
         with self._lock:
             self._num_sessions[program_id] += 1
             self._closed.pop(program_id, None)
-        return ClientStepSession(self, program_id, outputs, status, Failures(program))
+        return session
 
     def close(self, program_id: str) -> None:
         """Record that a session of a program has ended.

@@ -58,6 +58,17 @@ def test_requests_are_kept_while_a_session_serves_the_program() -> None:
     assert deduplicator.claim("p", "r")
 
 
+def test_a_session_that_cannot_begin_keeps_no_requests() -> None:
+    deduplicator = ClientStepDeduplicator()
+    with pytest.raises(KeyError, match="id"):
+        deduplicator.open("p", [], program={"op": "try"})
+    deduplicator.open("p", [])
+    assert deduplicator.claim("p", "r")
+    deduplicator.close("p")
+    end_programs(deduplicator, MAX_CLOSED)
+    assert deduplicator.claim("p", "r")
+
+
 HANDLED: tuple[EventType, dict[str, Any]] = (
     "node.failed",
     {"node": "a", "code": "output.invalid", "message": "a fallback took over"},
