@@ -29,3 +29,19 @@ async def test_cancelled_program_ends_the_benchmark() -> None:
     async with httpx.AsyncClient(base_url="http://double", transport=transport) as http:
         with pytest.raises(AssertionError, match="cancelled"):
             await run_program(http, {})
+
+
+async def test_benchmark_reads_the_status_once_at_the_end() -> None:
+    requests: list[tuple[str, str]] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        requests.append((request.method, request.url.path))
+        assert len(requests) <= 3, "the benchmark slows the server down"
+        has_ended = ("GET", "/v1/programs/p/events") in requests
+        status = "done" if has_ended else "running"
+        return httpx.Response(200, json={"url": "/v1/programs/p", "status": status})
+
+    transport = httpx.MockTransport(reply)
+    async with httpx.AsyncClient(base_url="http://double", transport=transport) as http:
+        assert (await run_program(http, {}))["status"] == "done"
+    assert requests[-1] == ("GET", "/v1/programs/p")
