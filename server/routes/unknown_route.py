@@ -33,15 +33,15 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
             f"{message}: the base URL has /v1, and the client adds it again; end the base URL with "
             "the port for Conure's and Parrot's clients, and with one /v1 for OpenAI's"
         )
+    inner = path.find(f"{_API}/", 1)
+    if inner > 0 and _is_known(path[inner:], known):
+        return (
+            f"{message}: the base URL has the path {path[:inner]}; remove it, or let the proxy "
+            "remove it"
+        )
     if not path.startswith(f"{_API}/"):
         if _is_known(_API + path, known):
             return f"{message}: add {_API} to the base URL, as in http://HOST:PORT{_API}"
-        inner = path.find(f"{_API}/")
-        if inner > 0 and _is_known(path[inner:], known):
-            return (
-                f"{message}: the base URL has the path {path[:inner]}; remove it, or let the proxy "
-                "remove it"
-            )
         if (base := _wrong_base(path, known)) is not None:
             return f"{message}: the base URL ends with {base}; end it with {_API} instead"
         return message
@@ -68,7 +68,8 @@ def _wrong_base(path: str, known: Iterable[str]) -> str | None:
     """
     if len(path) > MAX_PATH_LENGTH:
         return None
-    routes = list(known)
+    # A parameter of type path matches one segment here: `/assets/models/a/b.js` is no model.
+    routes = [route.replace(":path}", "}") for route in known]
     ends = [match.start() + 1 for match in re.finditer("/", path[1:])][:MAX_BASE_PARTS]
     return next((path[:end] for end in ends if _is_known(_API + path[end:], routes)), None)
 

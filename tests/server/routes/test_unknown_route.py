@@ -18,8 +18,13 @@ WRONG = [
     ("GET", "/models", "add /v1 to the base URL"),
     ("GET", "/models/acme/tiny", "add /v1 to the base URL"),
     ("POST", "/openai/v1/chat/completions", "the base URL has the path /openai; remove it"),
+    ("POST", "/v1/chat/completions/v1/programs", "the base URL has the path /v1/chat/completions;"),
+    ("POST", "/v1/chat/completions/v1/submit", "the base URL has the path /v1/chat/completions;"),
+    ("GET", "/v1/completions/v1/models", "the base URL has the path /v1/completions; remove it"),
+    ("POST", "/v1/programs/v1/programs", "the base URL has the path /v1/programs; remove it"),
     ("POST", "/api/chat/completions", "the base URL ends with /api; end it with /v1 instead"),
     ("GET", "/llm/api/models", "the base URL ends with /llm/api; end it with /v1 instead"),
+    ("GET", "/llm/api/models/tiny", "the base URL ends with /llm/api; end it with /v1 instead"),
     ("POST", "/v1/chat/completions/chat/completions", "without /chat/completions"),
     ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
     ("POST", "/v1/images/generations", "generates text only"),
@@ -35,11 +40,12 @@ def test_a_long_path_is_explained_quickly() -> None:
     assert least_cpu_s(lambda: explain_unknown_route(path, routes)) < 0.5
 
 
-async def test_a_path_that_is_like_no_route_gets_no_advice() -> None:
+@pytest.mark.parametrize("path", ["/llm/surprise", "/assets/models/a/b.js"])
+async def test_a_path_that_is_like_no_route_gets_no_advice(path: str) -> None:
     async with in_process(app_of(ScriptedService())) as client:
-        answer = await client.get("http://localhost/llm/surprise")
+        answer = await client.get(f"http://localhost{path}")
     problem = check_problem(answer, 404, "route.not_found")
-    assert problem["detail"] == "route /llm/surprise does not exist"
+    assert problem["detail"] == f"route {path} does not exist"
 
 
 @pytest.mark.parametrize(("method", "path", "cure"), WRONG)
