@@ -244,8 +244,10 @@ def _sources_of(value: Value) -> list[Source]:
 
 def _is_inert(template: Any) -> bool:
     """Return whether formatting a template runs no user code, so that it may happen twice."""
+    if isinstance(template, BaseMessage):  # may have extra fields of any name
+        return True
     if not type(template).__module__.startswith("langchain_core."):
-        return isinstance(template, BaseMessage)
+        return False
     if getattr(template, "example_selector", None) is not None:
         return False
     if any(map(callable, getattr(template, "partial_variables", {}).values())):

@@ -14,7 +14,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.prompts import PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.prompts.few_shot_with_templates import FewShotPromptWithTemplates
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import (
@@ -441,6 +441,12 @@ def test_parts_of_few_shot_templates_run_no_code_for_a_plan(llm: ChatConure) -> 
         plan = plan_of(few | llm, identity=identity_of(llm), prefix="", config=None)
         (awaited,) = plan.awaited.values()
         assert "code of the app" in awaited.why
+
+
+def test_template_that_contains_a_message_with_extra_fields_is_planned(llm: ChatConure) -> None:
+    template = ChatPromptTemplate.from_messages([("human", "{x}"), AIMessage("Tea", prefix=True)])
+    plan = plan_of(template | llm, identity=identity_of(llm), prefix="", config=None)
+    assert (len(plan.calls), plan.awaited) == (1, {})
 
 
 def test_call_with_arguments_is_not_planned(llm: ChatConure) -> None:
