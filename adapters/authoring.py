@@ -27,6 +27,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from symtable import Symbol, SymbolTable, symtable
+from types import ModuleType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeAlias
 
 import msgspec
@@ -202,12 +203,12 @@ class _Definitions:
                 self._add_function(name, value, caller)
             elif isinstance(value, str | int | float | bool | list | tuple | dict | Enum | None):
                 self._add_constant(name, value, caller)
-            elif isinstance(value, bytes | bytearray | set | frozenset):
-                _refuse_constant(name)
             elif isinstance(value, LanguageProgram):
                 _refuse(f"`{name}` is a program: to call it, decorate it with `conure.function`")
             elif inspect.isfunction(value):
                 _refuse(f"`{name}` is a plain function: decorate it with `conure.function`")
+            elif not callable(value) and not isinstance(value, ModuleType):
+                _refuse_constant(name)
 
     def _add_function(
         self, name: str, value: LanguageName | LanguageFunction, caller: _Part
@@ -305,19 +306,38 @@ def _definition_of(part: _Part) -> ast.FunctionDef:
     for each in ast.walk(definition.args):
         if isinstance(each, ast.arg) and not isinstance(each.annotation, ast.Call):
             each.annotation = None  # a type; `Output(...)` is kept, because its options are read
+    for each in ast.walk(definition):
+        if isinstance(each, ast.AnnAssign):
+            each.annotation = ast.Constant(None)
     return definition
 
 
 def _literal(name: str, value: Any) -> str:
     """Return a constant as text; an Enum member is replaced by its value."""
+    _check_constant(name, value)
     try:
         encode_json(value)
     except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError):
         _refuse_constant(name)
-    literal = msgspec.to_builtins(value)
-    if literal != msgspec.to_builtins(value, str_keys=True):
-        _refuse(f"`{name}` has a key that is not a string: a JSON object has only string keys")
-    return repr(literal)
+    return repr(msgspec.to_builtins(value))
+
+
+def _check_constant(name: str, value: object) -> None:
+    """Refuse a constant with parts that are encoded as another kind of value, such as sets."""
+    if isinstance(value, Enum):
+        _check_constant(name, value.value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key.value if isinstance(key, Enum) else key, str):
+                _refuse(
+                    f"`{name}` has a key that is not a string: a JSON object has only string keys"
+                )
+            _check_constant(name, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_constant(name, item)
+    elif not isinstance(value, str | int | float | None):
+        _refuse_constant(name)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
+from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ class Number(int):
     """Is not JSON."""
 
 
+MAYBE = str | None
 TONES = {"first": Tone.WARM, "others": (Tone.WARM, "cold")}
 
 
@@ -216,7 +219,14 @@ def test_constants_are_json(client: Client) -> None:
         (Number(5), "`constant` is not a JSON value"),
         ({"tea"}, "`constant` is not a JSON value"),
         (b"tea", "`constant` is not a JSON value"),
+        ({"teas": {"green"}}, "`constant` is not a JSON value"),
+        ({"tea": b"green"}, "`constant` is not a JSON value"),
+        ([date(2026, 1, 1)], "`constant` is not a JSON value"),
+        ((Decimal(1),), "`constant` is not a JSON value"),
+        (date(2026, 1, 1), "`constant` is not a JSON value"),
+        (range(3), "`constant` is not a JSON value"),
         ({"teas": [{1: "green"}]}, "`constant` has a key that is not a string"),
+        ({b"tea": 1}, "`constant` has a key that is not a string"),
     ],
 )
 def test_a_constant_that_is_not_json_is_refused(constant: Any, message: str) -> None:
@@ -226,6 +236,22 @@ def test_a_constant_that_is_not_json_is_refused(constant: Any, message: str) -> 
 
     with pytest.raises(ProgramError, match=message):
         tones()
+
+
+def test_modules_and_types_of_variables_are_no_constants() -> None:
+    @conure.function
+    def toned(goods: Any, text: conure.Output(max_tokens=3)):  # type: ignore[no-untyped-def, valid-type]
+        """The tone of {{goods}}: {{text}}"""
+
+    @conure.program
+    def tones(goods: str):  # type: ignore[no-untyped-def]
+        try:
+            tone: MAYBE = toned(goods)
+        except Exception:
+            tone = "warm"
+        yield {"tone": tone}
+
+    assert compile_source(tones.source).name == "tones"
 
 
 BASE = """
