@@ -364,9 +364,10 @@ def _map_items(
 
         return graph.view_variable(rows, "value"), name, ClientValue(source, lambda each: each)
     if isinstance(value, MappedValue) and isinstance(value.value, AnswerTextValue | AnswerValue):
-        call = CallValue(graph.fresh_name(f"{position.hint}_item"))
-        call.is_message = isinstance(value.value, AnswerValue)
-        item = AnswerValue(call) if call.is_message else AnswerTextValue(call)
+        is_message = isinstance(value.value, AnswerValue)
+        variable = graph.fresh_name(f"{position.hint}_item")
+        call = CallValue(variable, is_message, value.value.call.arguments)
+        item = AnswerValue(call) if is_message else AnswerTextValue(call)
         return graph.exported_variable(value, position), lambda: call.variable, item
     raise unsupported(
         position,

@@ -9,7 +9,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
 from langchain_core.output_parsers import JsonOutputParser
-from langchain_core.runnables import RunnableBranch
+from langchain_core.runnables import RunnableBranch, RunnableLambda
 from pydantic import BaseModel, field_validator
 
 from conure.adapters.client import Client
@@ -164,6 +164,15 @@ def test_answer_of_a_branch_is_checked_by_the_arguments_of_the_branch(client: Cl
         assert compiled.run(client, "JSON").content == chain.invoke("JSON").content
         with pytest.raises(RunError, match="before its tool call was complete"):
             compiled.run(client, "tool")
+
+
+def test_answers_that_a_map_reads_are_checked_by_their_call(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=30)
+    bound = llm.bind_tools([Big], tool_choice="any")
+    named = RunnableLambda(lambda message: message.type)
+    chain = bound.map() | (named | llm).map()
+    with pytest.raises(RunError, match="before its tool call was complete"):
+        to_program(chain).run(client, ["a", "b"])
 
 
 OPENAI_SCHEMA = {"name": "big", "strict": True, "schema": Big.model_json_schema()}
