@@ -260,9 +260,9 @@ class ChainGraph:
         if isinstance(value, ClientValue):
             variable = self.view_variable(value, "printed" if is_printed else "value")
             return lambda: {"var": variable}
-        if isinstance(value, AnswerTextValue):
+        if isinstance(value, AnswerTextValue) and (is_printed or not value.is_sent_as_message):
             return value.call.text
-        if isinstance(value, AnswerValue) and not is_printed:
+        if isinstance(value, AnswerTextValue | AnswerValue) and not is_printed:
             call = value.call
             call.is_message = True
             return lambda: {"var": call.variable}

@@ -210,7 +210,7 @@ class CompiledChain:
         if isinstance(value, ClientValue) and value.source is self._root:
             return value.compute(input)
         json_value = values[self._outputs[id(value)]]
-        if isinstance(value, AnswerTextValue):
+        if isinstance(value, AnswerTextValue) and not value.is_sent_as_message:
             return json_value["content"] if value.call.is_message else json_value
         return deserializer(value, program)(json_value)
 

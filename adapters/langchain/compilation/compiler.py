@@ -199,7 +199,7 @@ class ChainCompiler:
             and isinstance(value, MappedValue)
             and isinstance(value.value, AnswerTextValue)
         ):
-            texts = self.graph.exported_variable(value, position)
+            texts = self.graph.exported_variable(value, position, is_printed=True)
             joined = {"join": [{"var": texts}, separator]}
             return AnswerTextValue(self.graph.add_expression(position.hint, lambda: joined))
         return None

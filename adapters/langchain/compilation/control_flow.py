@@ -176,6 +176,8 @@ def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition)
         result = result.then(bool, position.hint, "bool")
     if isinstance(result, AnswerValue):  # a message object is always true
         return lambda: True
+    if isinstance(result, AnswerTextValue):
+        return result.call.text
     return graph.expression(result, position)
 
 
@@ -364,10 +366,11 @@ def _map_items(
 
         return graph.view_variable(rows, "value"), name, ClientValue(source, lambda each: each)
     if isinstance(value, MappedValue) and isinstance(value.value, AnswerTextValue | AnswerValue):
-        is_message = isinstance(value.value, AnswerValue)
+        answer = value.value
+        is_message = isinstance(answer, AnswerValue) or answer.is_sent_as_message
         variable = graph.fresh_name(f"{position.hint}_item")
-        call = CallValue(variable, is_message, value.value.call.arguments)
-        item = AnswerValue(call) if is_message else AnswerTextValue(call)
+        call = CallValue(variable, is_message, answer.call.arguments)
+        item = AnswerValue(call) if isinstance(answer, AnswerValue) else AnswerTextValue(call)
         return graph.exported_variable(value, position), lambda: call.variable, item
     raise unsupported(
         position,

@@ -17,6 +17,7 @@ from ..chat.answer_chunks import check_message, completeness_check
 from ..chat.json_values import decode
 from ..chat.messages import from_wire
 from .values import (
+    AnswerTextValue,
     AnswerValue,
     BranchedValue,
     MappedValue,
@@ -36,6 +37,9 @@ def deserializer(value: Value, program: str = "") -> Callable[[Json], object]:
     match value:
         case AnswerValue():
             return _answer_deserializer(value.call.arguments, program)
+        case AnswerTextValue() if value.is_sent_as_message:
+            answer = _answer_deserializer(value.call.arguments, program)
+            return lambda json: str(answer(json).text)
         case Record():
             return _dict_deserializer(value, program)
         case BranchedValue():
@@ -63,6 +67,8 @@ def _form(value: Value) -> Hashable:
     match value:
         case AnswerValue():
             return ("message", completeness_check(value.call.arguments))
+        case AnswerTextValue() if value.is_sent_as_message:
+            return ("text of message", completeness_check(value.call.arguments))
         case Record():
             fields = frozenset((key, _form(item)) for key, item in value.fields.items())
             return (fields, value.rest is None)

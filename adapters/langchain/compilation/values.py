@@ -245,6 +245,11 @@ class AnswerTextValue:
 
     call: CallValue
 
+    @property
+    def is_sent_as_message(self) -> bool:
+        """Whether its JSON is the message, by which the client finds a cut tool call."""
+        return bool(self.call.arguments.get("tools"))
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AnswerValue:

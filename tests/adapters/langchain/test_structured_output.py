@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
-from langchain_core.output_parsers import JsonOutputParser
+from langchain_core.output_parsers import JsonOutputParser, StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableBranch, RunnableLambda
 from pydantic import BaseModel, field_validator
 
@@ -17,6 +18,12 @@ from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, RunError
+
+
+class Small(BaseModel):
+    """A small object."""
+
+    is_small: bool
 
 
 class Big(BaseModel):
@@ -173,6 +180,50 @@ def test_answers_that_a_map_reads_are_checked_by_their_call(client: Client) -> N
     chain = bound.map() | (named | llm).map()
     with pytest.raises(RunError, match="before its tool call was complete"):
         to_program(chain).run(client, ["a", "b"])
+
+
+def test_text_of_a_cut_tool_call_is_an_error_of_a_compiled_chain(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=30)
+    bound = llm.bind_tools([Big], tool_choice="any")
+    branch: Any = RunnableBranch((lambda text: text == "tool", bound), llm) | StrOutputParser()
+    length: Any = RunnableLambda(len)
+    listed: Any = RunnableLambda(lambda text: [text])
+    chains: list[Any] = [
+        bound | StrOutputParser(),
+        {"text": bound | StrOutputParser()},
+        branch,
+        branch | length,
+        listed | branch.map(),
+        listed | (bound | StrOutputParser()).map() | length.map(),
+    ]
+    for chain in chains:
+        with pytest.raises(RunError, match="before its tool call was complete"):
+            to_program(chain).run(client, "tool")
+    for chain in (branch, branch | length):
+        assert to_program(chain).run(client, "JSON") == chain.invoke("JSON")
+
+
+@pytest.mark.parametrize("choice", ["none", "any"])
+def test_text_of_an_answer_with_tools_is_the_text_in_a_compiled_chain(
+    client: Client, choice: str
+) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=200)
+    answer: Any = llm.bind_tools([Small], tool_choice=choice) | StrOutputParser()
+    assert (answer.invoke("tea") == "") is (choice == "any")
+    listed: Any = RunnableLambda(lambda text: [text, "x"])
+    chains: list[Any] = [
+        answer,
+        listed | answer.map(),
+        listed | answer.map() | RunnableLambda(", ".join),
+        listed | answer.map() | RunnableLambda(lambda text: text).map(),
+        answer | RunnableLambda(str.strip),
+        RunnableBranch((answer, RunnableLambda(lambda _: "yes")), RunnableLambda(lambda _: "no")),
+        listed | answer.map() | (llm | StrOutputParser()).map(),
+        {"x": answer} | ChatPromptTemplate.from_template("{x}") | llm | StrOutputParser(),
+        {"x": {"y": answer}} | ChatPromptTemplate.from_template("{x}") | llm | StrOutputParser(),
+    ]
+    for chain in chains:
+        assert to_program(chain).run(client, "tea") == chain.invoke("tea")
 
 
 OPENAI_SCHEMA = {"name": "big", "strict": True, "schema": Big.model_json_schema()}
