@@ -79,7 +79,8 @@ def compact(connection: sqlite3.Connection) -> None:
 
 
 def delete_programs(connection: sqlite3.Connection, programs: Sequence[str]) -> None:
-    """Delete programs with all of their records; unknown ids are ignored."""
+    """Delete programs with all of their records and count the deletion; ignore unknown ids."""
+    connection.execute("UPDATE head SET num_deletions = num_deletions + 1")
     for id_ in programs:
         row = connection.execute("SELECT number FROM program WHERE id = ?", (id_,)).fetchone()
         if row is not None:

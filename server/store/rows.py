@@ -85,9 +85,9 @@ TABLE_OF: Final[dict[type[Record], str]] = {
     ValueRecord: "value",
     EventRecord: "event",
     EndRecord: "ending",
-    WatchRecord: "watched",
 }
-"""The tables in which a row proves that its commit is on disk."""
+"""The tables in which a row proves that its commit is on disk. The row of a watch proves nothing: a
+second watch replaces it, and the end of its program deletes it."""
 
 
 def row_of(record: Record) -> tuple[object, ...]:

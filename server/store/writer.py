@@ -113,7 +113,7 @@ class JournalWriter:
         self._connection = connection
         self._commit_log = commit_log
         self._proof: tuple[str, int] | None = None
-        """Table and row id of the row that proves the commit in progress."""
+        """Table and row id in the line of the commit in progress."""
         self._has_log = True
         """Whether commits may have come since the last checkpoint."""
         self._has_unused_space = True
@@ -239,8 +239,7 @@ class JournalWriter:
         if self.healthy and not any(batch.records for batch in group):
             return None  # Barriers only: all batches before them are committed.
         records = [record for batch in group for record in batch.records]
-        deletions = [record for record in records if isinstance(record, DeleteRecord)]
-        is_secure = any(record.is_secure for record in deletions)
+        is_secure = any(isinstance(record, DeleteRecord) and record.is_secure for record in records)
         self._proof = None
         try:
             self._check_folder()
@@ -255,10 +254,8 @@ class JournalWriter:
                 for batch in group:
                     self._write_alone(batch)
             reserved_seq = self._reserve(group)
-            if deletions:
-                query = "UPDATE head SET num_deletions = num_deletions + 1 RETURNING num_deletions"
-                ((num_deletions,),) = self._connection.execute(query).fetchall()
-                self._proof = ("head", num_deletions)
+            query = "SELECT num_deletions FROM head"
+            (num_deletions,) = self._connection.execute(query).fetchone()
             self._connection.execute("COMMIT")
         except (sqlite3.OperationalError, MemoryError) as error:
             if self._connection.in_transaction:
@@ -267,7 +264,7 @@ class JournalWriter:
                 batch.error = None  # The next attempt decides again.
             return error
         self._has_log = True
-        self._log_commit(group)
+        self._log_commit(group, num_deletions)
         if is_secure:
             self.checkpoint()  # the log has copies of the content
         self.reserved_seq = reserved_seq
@@ -294,6 +291,7 @@ class JournalWriter:
             for record in batch.records:
                 if isinstance(record, DeleteRecord):
                     delete_programs(self._connection, record.programs)
+                    self._proof = ("head", 0)
                     self._has_unused_space = True
 
     def _write_alone(self, batch: WriteBatch) -> None:
@@ -330,7 +328,7 @@ class JournalWriter:
 
     # --- the logs -------------------------------------------------------------------------
 
-    def _log_commit(self, group: list[WriteBatch]) -> None:
+    def _log_commit(self, group: list[WriteBatch], num_deletions: int) -> None:
         """Add a commit to the commit log."""
         accepted: dict[str, None] = {}
         changed: dict[str, None] = {}
@@ -356,9 +354,8 @@ class JournalWriter:
                         changed[record.program] = None
         if self._proof is None:
             return
-        self._commit_log.add(
-            CommitLine(*self._proof, last_seq, list(accepted), list(changed), list(deleted))
-        )
+        ids = list(accepted), list(changed), list(deleted)
+        self._commit_log.add(CommitLine(*self._proof, last_seq, *ids, num_deletions))
 
     def _checkpoint_if_large(self) -> None:
         try:

@@ -197,9 +197,11 @@ def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
             if not report.is_intact:
                 raise CommandError(f"the journal is damaged: {report.summary}")
             with closing(open_writer(folder)) as connection:
-                yield connection
+                # The commit log is emptied first, because a deletion removes rows that prove lines.
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 (folder / COMMIT_LOG_NAME).write_bytes(b"")
+                yield connection
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         finally:
             os.close(lock)
     except JournalError as error:

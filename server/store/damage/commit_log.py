@@ -2,15 +2,18 @@ r"""The commit log: a second record of the commits that only the write-ahead log
 
 SQLite ends the replay of a damaged write-ahead log at the first bad frame, without an error. The
 commit log has one line per commit since the last checkpoint: which row proves it, and which
-programs it changed. At a start, a line whose row is missing is a lost commit, and its programs are
-the ones that lost records.
+programs it changed. At a start, a line whose commit is missing names programs that lost records.
+
+A later commit may delete the row of an earlier one, and give its id to another row. So the journal
+counts deletions, and each line has the count. A journal with a higher count contains the commit, a
+journal with a lower count does not. With an equal count the row decides.
 
     <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\n
 
 Invariants: a line is written after the commit is durable and before its batches are acknowledged,
-so a missing row is always a loss. Lines are not fsynced: they survive the process, and after a
-power failure the log proves less, never more. A checkpoint that empties the write-ahead log also
-empties the commit log.
+so a commit that has a line and is not in the journal is always a loss. Lines are not fsynced: they
+survive the process, and after a power failure the log proves less, never more. A checkpoint that
+empties the write-ahead log also empties the commit log.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ class CommitLine(Struct, frozen=True, array_like=True):
     """One commit."""
 
     table: str
-    """Table of the row that proves the commit; `head` if the commit deleted programs."""
+    """Table of the row that proves the commit; `head` if the last record was a deletion: then the
+    count proves the commit."""
     rowid: int
-    """Id of the row; for `head`, the number of deletions up to this one."""
+    """Id of the row; 0 for `head`."""
     last_seq: int
     """Highest sequence number of its events; 0 without events."""
     accepted: list[str]
@@ -45,6 +49,8 @@ class CommitLine(Struct, frozen=True, array_like=True):
     """Ids of programs with other new records."""
     deleted: list[str]
     """Ids of programs that the commit removed."""
+    num_deletions: int = 0
+    """Count of deletions in the journal after the commit; 0 in lines of earlier versions."""
 
 
 _CONDITIONS = {
@@ -53,8 +59,7 @@ _CONDITIONS = {
     "value": "rowid = ?",
     "event": "seq = ?",
     "ending": "rowid = ?",
-    "watched": "program = ?",
-    "head": "num_deletions >= ?",
+    "watched": "program = ?",  # in lines of earlier versions
 }
 """The condition of the row that proves a commit, by table."""
 
@@ -68,9 +73,7 @@ class CommitLog:
         self._size = os.fstat(self._file).st_size
 
     def add(self, line: CommitLine) -> None:
-        """Append a line. On a full disk the log stays as it is. The line of a deletion is an
-        exception: without it the log is emptied, because the deleted rows may prove other lines.
-        """
+        """Append a line. On a full disk the log stays as it is."""
         text = _encoder.encode(line)
         try:
             written = os.write(self._file, b"%08x %b\n" % (crc32(text), text))
@@ -78,8 +81,6 @@ class CommitLog:
             written = 0
         if written == len(text) + 10:
             self._size += written
-        elif line.deleted:
-            self.clear()
         else:  # the commit is durable; without its line, a later loss of the commit is not noticed
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
@@ -120,18 +121,10 @@ def find_losses(folder: Path, connection: sqlite3.Connection | None) -> CommitLo
     content = (folder / COMMIT_LOG_NAME).read_bytes()
     # The last line may be incomplete: its commit was not acknowledged yet.
     lines = [_read_line(raw) for raw in content.split(b"\n")[:-1]]
-    lost: list[CommitLine] = []
     readable = [line for line in lines if line is not None]
-    for line in reversed(readable):
-        if line.deleted and line.table != "head":
-            # A line of an earlier version. It proves nothing, and the deleted rows may prove the
-            # lines before.
-            break
-        if connection is not None and _is_present(connection, line):
-            break
-        lost.append(line)
-    accepted = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.accepted)
-    changed = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.changed)
+    lost = readable if connection is None else _lost_lines(connection, readable)
+    accepted = dict.fromkeys(id_ for line in lost for id_ in line.accepted)
+    changed = dict.fromkeys(id_ for line in lost for id_ in line.changed)
     deleted = {id_ for line in lost for id_ in line.deleted}
     return CommitLosses(
         num_commits=len(lost),
@@ -153,8 +146,36 @@ def _read_line(raw: bytes) -> CommitLine | None:
         return None
 
 
-def _is_present(connection: sqlite3.Connection, line: CommitLine) -> bool:
+def _lost_lines(connection: sqlite3.Connection, lines: list[CommitLine]) -> list[CommitLine]:
+    """Return the lines after the last commit that is in the journal."""
+    num_deletions = _count_deletions(connection)
+    for number in range(len(lines), 0, -1):
+        if _is_present(connection, lines[number - 1], num_deletions):
+            return lines[number:]
+    return lines
+
+
+def _count_deletions(connection: sqlite3.Connection) -> int | None:
+    """Return the number of deletions; None if it is unreadable, or was not counted yet."""
+    try:
+        (num_deletions,) = connection.execute("SELECT num_deletions FROM head").fetchone()
+    except (sqlite3.DatabaseError, TypeError):
+        return None
+    return int(num_deletions)
+
+
+def _is_present(
+    connection: sqlite3.Connection, line: CommitLine, num_deletions: int | None
+) -> bool:
     """Return whether a commit is in the journal; an unreadable one counts as lost."""
+    if num_deletions is not None and num_deletions != line.num_deletions:
+        return num_deletions > line.num_deletions
+    if line.table == "head":
+        return num_deletions is not None
+    if line.deleted and line.num_deletions == 0:
+        # A line of an earlier version. It proves nothing, and the deleted rows may prove the lines
+        # before, so the search ends.
+        return True
     query = f"SELECT 1 FROM {line.table} WHERE {_CONDITIONS[line.table]}"
     try:
         return connection.execute(query, (line.rowid,)).fetchone() is not None

@@ -213,9 +213,10 @@ def _inspect_open(
 ) -> JournalReport:
     if version == 0:
         return JournalReport()
-    # The commit log first, and then one snapshot: a server may be writing.
-    losses = _losses(folder, connection, version)
+    # A server may be writing. The first query after `BEGIN` takes the snapshot, and the commit log
+    # is read before that query.
     connection.execute("BEGIN")
+    losses = _losses(folder, connection, version)
     findings = _loss_findings(losses)
     try:
         findings += _structure_findings(connection, version, is_thorough=is_thorough)

@@ -95,7 +95,12 @@ async def test_deletion_that_an_earlier_version_logged_is_no_loss(tmp_path: Path
     await journal.append([DeleteRecord(programs=("p",))])
     image = crash_image(tmp_path / "data", tmp_path / "image")
     await journal.close()
+    with sqlite3.connect(image / FILE) as connection:
+        connection.execute("UPDATE head SET num_deletions = 0")
+    connection.close()
     log = CommitLog(image)
+    log.clear()
+    log.add(CommitLine("program", 1, 0, ["p"], [], []))
     log.add(CommitLine("program", 0, 0, [], [], ["p"]))
     log.close()
     assert inspect(image).is_intact
