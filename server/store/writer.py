@@ -343,6 +343,7 @@ class JournalWriter:
                         deleted.update(dict.fromkeys(record.programs))
                     case ProgramRecord():
                         accepted[record.id] = None
+                        deleted.pop(record.id, None)
                     case EventRecord():
                         last_seq = max(last_seq, record.seq)
                         changed[record.program] = None

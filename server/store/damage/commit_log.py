@@ -123,12 +123,18 @@ def find_losses(folder: Path, connection: sqlite3.Connection | None) -> CommitLo
     lines = [_read_line(raw) for raw in content.split(b"\n")[:-1]]
     readable = [line for line in lines if line is not None]
     lost = readable if connection is None else _lost_lines(connection, readable)
-    accepted = dict.fromkeys(id_ for line in lost for id_ in line.accepted)
-    changed = dict.fromkeys(id_ for line in lost for id_ in line.changed)
-    deleted = {id_ for line in lost for id_ in line.deleted}
+    accepted: dict[str, None] = {}
+    changed: dict[str, None] = {}
+    for line in lost:
+        accepted.update(dict.fromkeys(line.accepted))
+        changed.update((id_, None) for id_ in line.changed if id_ not in accepted)
+        for id_ in line.deleted:
+            # The loss of its deletion brings back a program that was accepted before the lost
+            # commits, without the changes in them.
+            accepted.pop(id_, None)
     return CommitLosses(
         num_commits=len(lost),
-        accepted=[id_ for id_ in accepted if id_ not in deleted],
+        accepted=list(accepted),
         changed=[id_ for id_ in changed if id_ not in accepted],
         last_seq=max((line.last_seq for line in readable), default=0),
         num_bad_lines=len(lines) - len(readable),

@@ -14,6 +14,7 @@ from conure.server.store.damage.integrity import inspect
 from conure.server.store.database import open_writer
 from conure.server.store.journal import DeleteRecord, Journal, WatchRecord
 from conure.server.store.retention import erase_programs
+from conure.server.store.writer import WriteBatch
 
 from .journal_records import FILE, crash_image, end, event, program, value
 
@@ -122,6 +123,55 @@ async def test_a_row_id_that_was_used_before_proves_no_commit(tmp_path: Path) ->
     report = inspect(image)
     assert report.findings == ["the last 3 acknowledged commits are missing"]
     assert report.lost == ["p_lost"]
+
+
+async def test_a_program_that_is_accepted_again_after_its_deletion_is_named(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    journal._writer.checkpoint()
+    await journal.append([program("p_twice")])
+    await journal.append([program("p_deleted"), event(journal, "p_deleted")])
+    await journal.append([DeleteRecord(programs=("p_twice", "p_deleted"))])
+    await journal.append([program("p_twice")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    assert inspect(image).lost == ["p_twice"]
+
+
+async def test_a_program_that_is_deleted_and_accepted_in_one_commit_is_named(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    journal._writer.checkpoint()
+    await journal.append([program("p")])
+    journal._writer.join(60)  # From here on this thread uses the connection.
+    batches = [
+        WriteBatch(records, asyncio.get_running_loop().create_future(), False)
+        for records in ([DeleteRecord(programs=("p",))], [program("p")])
+    ]
+    assert journal._writer._try_commit(batches) is None
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    assert inspect(image).lost == ["p"]
+
+
+async def test_a_lost_deletion_brings_a_program_back_as_damaged_if_it_lacks_records(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p_whole"), program("p_changed")])
+    journal._writer.checkpoint()
+    await journal.append([value("p_changed", "x", b"1")])
+    await journal.append([DeleteRecord(programs=("p_whole", "p_changed"))])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    report = inspect(image)
+    assert report.lost == []
+    assert report.damaged == ["p_changed"]
 
 
 def test_a_missing_journal_lost_all_commits_of_an_earlier_version(tmp_path: Path) -> None:
