@@ -177,22 +177,26 @@ def inspect(
     """
     if interrupted_salvage(folder) is not None:
         return JournalReport(findings=["a recovery was interrupted; the next start completes it"])
-    path, log = folder / FILE_NAME, folder / COMMIT_LOG_NAME
+    path = folder / FILE_NAME
+    # A server that starts creates the journal before the commit log.
+    has_log = (folder / COMMIT_LOG_NAME).exists()
     size = path.stat().st_size if path.exists() else 0
     if is_thorough is None:
         is_thorough = size <= MAX_START_CHECK_BYTES
     if size == 0:
-        return _report_missing(folder) if log.exists() else JournalReport()
+        return _report_missing(folder) if has_log else JournalReport()
     try:
         with closing(open_reader(folder)) as connection:
             version = _check_owner(connection, path)
+            if version == 0:
+                return _report_missing(folder) if has_log else JournalReport()
             return _inspect_open(
                 folder, connection, version, is_thorough=is_thorough, on_finding=on_finding
             )
     except sqlite3.OperationalError as error:
         raise JournalError("store.unusable", f"cannot read journal {path}: {error}") from error
     except sqlite3.DatabaseError as error:
-        if not log.exists() and "not a database" in str(error):
+        if not has_log and "not a database" in str(error):
             raise JournalError("store.unusable", f"{path} is not a journal: {error}") from error
         finding = f"{FILE_NAME} cannot be read: {error}"
         return JournalReport(findings=[finding], traces=find_traces(folder, set()))
@@ -211,8 +215,6 @@ def _inspect_open(
     is_thorough: bool,
     on_finding: Callable[[str], None],
 ) -> JournalReport:
-    if version == 0:
-        return JournalReport()
     # A server may be writing. The first query after `BEGIN` takes the snapshot, and the commit log
     # is read before that query.
     connection.execute("BEGIN")

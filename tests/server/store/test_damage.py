@@ -63,6 +63,20 @@ async def test_lost_commits_are_named(tmp_path: Path) -> None:
     assert {path.name for path in aside.iterdir()} >= {FILE, "commits.log", "report.json"}
 
 
+async def test_new_journal_without_its_log_is_damaged(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    with pytest.raises(JournalError, match=f"1 lost: p, .*{FILE} is missing or empty"):
+        Journal.open(image)
+    recovered = Journal.open(image, recover=True)
+    assert await recovered.unfinished() == []
+    await recovered.close()
+    assert inspect(image).is_intact
+
+
 async def test_lost_deletion_hides_no_other_loss(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "data")
     journal._writer.checkpoint()
