@@ -5,7 +5,8 @@ into the next one. The writer never waits for more batches: with 8 producers in 
 groups had all 8 anyway, and waiting 2 ms reduced the throughput to a fifth (benchmarks/journal.py).
 A group is written table by table. If a batch contradicts written records (a second value of a
 variable, an unknown program), the group is rolled back and written again batch by batch under
-savepoints, and only that batch is rejected.
+savepoints, and only that batch is rejected. A group with a deletion is always written batch by
+batch, because a batch may use the id of a program that an earlier batch deletes.
 
 Invariants:
 - A batch is written completely or not at all, and its future is resolved after the commit.
@@ -239,20 +240,14 @@ class JournalWriter:
         if self.healthy and not any(batch.records for batch in group):
             return None  # Barriers only: all batches before them are committed.
         records = [record for batch in group for record in batch.records]
-        is_secure = any(isinstance(record, DeleteRecord) and record.is_secure for record in records)
+        deletions = [record for record in records if isinstance(record, DeleteRecord)]
+        is_secure = any(record.is_secure for record in deletions)
         self._proof = None
         try:
             self._check_folder()
             self._connection.execute(f"PRAGMA secure_delete = {'ON' if is_secure else 'OFF'}")
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._write(group)
-            except _CONTENT_ERRORS:
-                self._proof = None
-                self._connection.execute("ROLLBACK")
-                self._connection.execute("BEGIN IMMEDIATE")
-                for batch in group:
-                    self._write_alone(batch)
+            self._write_group(group, in_order=bool(deletions))
             reserved_seq = self._reserve(group)
             query = "SELECT num_deletions FROM head"
             (num_deletions,) = self._connection.execute(query).fetchone()
@@ -271,6 +266,21 @@ class JournalWriter:
         self.num_commits += 1
         self.num_records += sum(len(batch.records) for batch in group if batch.error is None)
         return None
+
+    def _write_group(self, group: list[WriteBatch], *, in_order: bool) -> None:
+        """Write a group table by table; batch by batch if `in_order`, or if a batch contradicts
+        written records.
+        """
+        if not in_order:
+            try:
+                self._write(group)
+                return
+            except _CONTENT_ERRORS:
+                self._proof = None
+                self._connection.execute("ROLLBACK")
+                self._connection.execute("BEGIN IMMEDIATE")
+        for batch in group:
+            self._write_alone(batch)
 
     def _write(self, group: list[WriteBatch]) -> None:
         """Write a group table by table, programs before the records that refer to them."""

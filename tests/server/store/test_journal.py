@@ -14,7 +14,14 @@ import msgspec
 import pytest
 
 from conure.server.program.errors import UnavailableError
-from conure.server.store.journal import AppendRecord, DuplicateKeyError, Journal, JournalError
+from conure.server.store.journal import (
+    AppendRecord,
+    DeleteRecord,
+    DuplicateKeyError,
+    Journal,
+    JournalError,
+)
+from conure.server.store.writer import WriteBatch
 
 from .journal_records import FILE, crash_image, end, event, program, value
 
@@ -249,6 +256,17 @@ async def test_futures_resolve_in_append_order(journal: Journal) -> None:
     await journal.barrier()
     assert resolved == list(range(1_500))
     assert all(future.done() for future in futures)
+
+
+async def test_deletion_does_not_concern_later_batches_of_its_commit(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal._writer.join(60)  # From here on this thread uses the connection.
+    loop = asyncio.get_running_loop()
+    deletion = WriteBatch([DeleteRecord(programs=("p",))], loop.create_future(), False)
+    accepted = WriteBatch([program("p")], loop.create_future(), False)
+    assert journal._writer._try_commit([deletion, accepted]) is None
+    assert [stored.id for stored in await journal.unfinished()] == ["p"]
+    await journal.close()
 
 
 async def test_waiting_batches_share_a_commit_and_a_wakeup(
