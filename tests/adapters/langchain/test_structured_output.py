@@ -177,7 +177,11 @@ def test_answer_of_a_branch_is_checked_by_the_arguments_of_the_branch(client: Cl
 def test_answers_that_a_map_reads_are_checked_by_their_call(client: Client) -> None:
     llm = ChatConure(client=client, temperature=0, max_tokens=30)
     bound = llm.bind_tools([Big], tool_choice="any")
-    named: RunnableLambda[AIMessage, str] = RunnableLambda(lambda message: message.type)
+
+    def kind(message: AIMessage) -> str:
+        return message.type
+
+    named = RunnableLambda(kind)
     chain = bound.map() | (named | llm).map()
     with pytest.raises(RunError, match="before its tool call was complete"):
         to_program(chain).run(client, ["a", "b"])
