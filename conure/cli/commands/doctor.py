@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 1 if one of them is a problem."""
     machine = read_machine()
     port = [*check_port(arguments.host, arguments.port)]
-    has_server = any(finding.level == "note" for finding in port)
+    has_server = arguments.data is None and any(finding.level == "note" for finding in port)
     findings = [
         *check_python(),
         *check_extras(machine),
@@ -288,7 +288,7 @@ def check_data(folder: Path, *, has_server: bool = False) -> Iterator[Finding]:
 
     Args:
         folder: the directory.
-        has_server: a Conure server runs, so a directory in use is a note.
+        has_server: a Conure server runs that may use the directory, so its use is a note.
     """
     try:
         existing = check_folder(folder)

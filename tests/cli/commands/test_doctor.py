@@ -247,6 +247,25 @@ def test_data_folder_of_a_running_server_is_named(tmp_path: Path) -> None:
     assert only(doctor.check_data(tmp_path)).level != "problem"
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_folder_in_use_is_a_note_beside_a_server_unless_it_is_named(
+    is_named: bool,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
+    monkeypatch.setattr(doctor, "default_data_folder", lambda: tmp_path)
+    lock = lock_folder(tmp_path)
+    named = ["--data", str(tmp_path)] if is_named else []
+    code = main(["doctor", "--port", url.rpartition(":")[2], *named])
+    os.close(lock)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "data folder" in line]
+    assert line.startswith("problem" if is_named else "note")
+    assert code == is_named
+
+
 def test_check_of_a_data_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     assert only(doctor.check_data(tmp_path / "new" / "data")).level != "problem"
     assert only(doctor.check_data(tmp_path)).level != "problem"
