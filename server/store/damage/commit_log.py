@@ -6,7 +6,8 @@ programs it changed. At a start, a line whose commit is missing names programs t
 
 A later commit may delete the row of an earlier one, and give its id to another row. So the journal
 counts deletions, and each line has the count. A journal with a higher count contains the commit, a
-journal with a lower count does not. With an equal count the row decides.
+journal with a lower count does not. With an equal count the row decides. The row also decides for
+lines of earlier versions, which have no count, and the search ends at a deletion among them.
 
     <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\n
 
@@ -49,8 +50,8 @@ class CommitLine(Struct, frozen=True, array_like=True):
     """Ids of programs with other new records."""
     deleted: list[str]
     """Ids of programs that the commit removed."""
-    num_deletions: int = 0
-    """Count of deletions in the journal after the commit; 0 in lines of earlier versions."""
+    num_deletions: int | None = None
+    """Count of deletions in the journal after the commit; None in lines of earlier versions."""
 
 
 _CONDITIONS = {
@@ -174,14 +175,15 @@ def _is_present(
     connection: sqlite3.Connection, line: CommitLine, num_deletions: int | None
 ) -> bool:
     """Return whether a commit is in the journal; an unreadable one counts as lost."""
-    if num_deletions is not None and num_deletions != line.num_deletions:
+    if line.num_deletions is None:  # a line of an earlier version
+        if line.deleted or line.table == "head":
+            # A deletion proves nothing here, and the deleted rows may prove the lines before, so
+            # the search ends.
+            return True
+    elif num_deletions is not None and num_deletions != line.num_deletions:
         return num_deletions > line.num_deletions
-    if line.table == "head":
+    elif line.table == "head":
         return num_deletions is not None
-    if line.deleted and line.num_deletions == 0:
-        # A line of an earlier version. It proves nothing, and the deleted rows may prove the lines
-        # before, so the search ends.
-        return True
     query = f"SELECT 1 FROM {line.table} WHERE {_CONDITIONS[line.table]}"
     try:
         return connection.execute(query, (line.rowid,)).fetchone() is not None

@@ -174,6 +174,24 @@ async def test_a_lost_deletion_brings_a_program_back_as_damaged_if_it_lacks_reco
     assert report.damaged == ["p_changed"]
 
 
+async def test_a_line_of_an_earlier_version_is_compared_by_row_after_a_deletion(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p_deleted"), end("p_deleted")])
+    await delete(journal, "p_deleted")
+    journal._writer.checkpoint()
+    await journal.append([program("p_lost")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    log = CommitLog(image)
+    log.clear()
+    log.add(CommitLine("program", 1, 0, ["p_lost"], [], []))
+    log.close()
+    assert inspect(image).lost == ["p_lost"]
+
+
 def test_a_missing_journal_lost_all_commits_of_an_earlier_version(tmp_path: Path) -> None:
     log = CommitLog(tmp_path)
     log.add(CommitLine("program", 1, 0, ["p_first", "p_deleted"], [], []))
