@@ -173,7 +173,8 @@ def inspect(
             which takes long.
 
     Raises:
-        JournalError: `store.unusable` if the file is another program's or a newer version's.
+        JournalError: `store.unusable` if the file is another program's or a newer version's, or has
+            tables without a schema version.
     """
     if interrupted_salvage(folder) is not None:
         return JournalReport(findings=["a recovery was interrupted; the next start completes it"])
@@ -255,8 +256,14 @@ def _check_owner(connection: sqlite3.Connection, path: Path) -> int:
             f"journal {path} has schema version {version}, the newest supported is "
             f"{newest_version()}; use the version of Conure that wrote it, or a newer one",
         )
-    if version == 0 and names and not {"head", "program"} <= names:
-        raise JournalError("store.unusable", f"{path} is a database of another program")
+    if version == 0 and names:
+        if not {"head", "program"} <= names:
+            raise JournalError("store.unusable", f"{path} is a database of another program")
+        raise JournalError(
+            "store.unusable",
+            f"journal {path} has tables and no schema version (`PRAGMA user_version` is 0); "
+            "restore the file from a backup",
+        )
     return int(version)
 
 

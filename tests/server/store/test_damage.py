@@ -399,6 +399,20 @@ async def test_file_of_another_program_is_refused(tmp_path: Path) -> None:
         Journal.open(tmp_path)
 
 
+async def test_journal_without_a_schema_version_is_refused_unchanged(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    await journal.append([program("p"), end("p")])
+    await journal.close()
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("PRAGMA user_version = 0")
+    connection.close()
+    content = (tmp_path / FILE).read_bytes()
+    with pytest.raises(JournalError, match="has tables and no schema version") as caught:
+        Journal.open(tmp_path, recover=True)
+    assert caught.value.code == "store.unusable"
+    assert (tmp_path / FILE).read_bytes() == content
+
+
 def test_link_to_a_missing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).symlink_to(tmp_path / "missing")
     with pytest.raises(JournalError, match="is a link to a file that is missing"):
