@@ -188,7 +188,12 @@ def _find(connection: sqlite3.Connection, word: str, folder: Path) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open the journal of a folder that no server uses for writing."""
+    """Open the journal of a folder that no server uses for writing.
+
+    Raises:
+        CommandError: also if a reader still uses earlier content: before the command, which then
+            changes nothing, or after it.
+    """
     _check_exists(folder)
     try:
         lock = lock_folder(folder)
@@ -198,16 +203,31 @@ def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
                 raise CommandError(f"the journal is damaged: {report.summary}")
             with closing(open_writer(folder)) as connection:
                 # The commit log is emptied first, because a deletion removes rows that prove lines.
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                if not _checkpoint(connection):
+                    raise CommandError(
+                        f"a reader uses the journal in {folder}, as a check or a backup; repeat "
+                        "the command after its end"
+                    )
                 (folder / COMMIT_LOG_NAME).write_bytes(b"")
                 yield connection
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                if not _checkpoint(connection):
+                    raise CommandError(
+                        f"the change is written, but the files in {folder} still contain the "
+                        "earlier content, because a reader uses it; after its end, "
+                        "`conure journal compact` removes the content"
+                    )
         finally:
             os.close(lock)
     except JournalError as error:
         raise CommandError(str(error)) from error
     except sqlite3.Error as error:
         raise CommandError(f"cannot write the journal in {folder}: {error}") from error
+
+
+def _checkpoint(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log to the main file and empty it; return False if a reader uses it."""
+    (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not is_busy
 
 
 def _check_exists(folder: Path) -> None:
