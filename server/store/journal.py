@@ -117,6 +117,7 @@ class Journal:
     def __init__(
         self, folder: Path, connection: sqlite3.Connection, lock: int, report: JournalReport
     ) -> None:
+        self._commit_log = CommitLog(folder)  # first: a journal that was started has one
         head: JournalHead = begin_generation(connection)
         fill_reserve(folder)
         self.generation = head.generation
@@ -136,7 +137,6 @@ class Journal:
         self._num_pending = 0
         self._is_closed = False
         self._reader = JournalReader(folder, num_threads=NUM_READERS)
-        self._commit_log = CommitLog(folder)
         self._writer = JournalWriter(
             folder,
             connection,

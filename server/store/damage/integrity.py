@@ -297,9 +297,21 @@ def _expected_schema(version: int) -> list[tuple[str, str, str]]:
 
 def _losses(folder: Path, connection: sqlite3.Connection, version: int) -> CommitLosses | None:
     """Return the lost commits, or None if a journal that has a commit log lacks it."""
-    if not (folder / COMMIT_LOG_NAME).exists():
-        return None if version >= CHECKSUMS_VERSION else CommitLosses()
-    return find_losses(folder, connection)
+    log = folder / COMMIT_LOG_NAME
+    if log.exists():
+        return find_losses(folder, connection)
+    # A server creates the log before it counts its first start. If the log is there now, a server
+    # that starts has created it in the meantime.
+    if version < CHECKSUMS_VERSION or not _was_started(connection) or log.exists():
+        return CommitLosses()
+    return None
+
+
+def _was_started(connection: sqlite3.Connection) -> bool:
+    try:
+        return bool(connection.execute("SELECT generation FROM head").fetchone() != (0,))
+    except sqlite3.DatabaseError:
+        return True
 
 
 def _loss_findings(losses: CommitLosses | None) -> list[str]:

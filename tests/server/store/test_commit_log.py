@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conure.server.store import journal as journal_module
 from conure.server.store.damage import integrity
 from conure.server.store.damage.commit_log import CommitLine, CommitLog, CommitLosses, find_losses
-from conure.server.store.damage.integrity import inspect
-from conure.server.store.database import open_writer
+from conure.server.store.damage.integrity import JournalReport, inspect
+from conure.server.store.database import begin_generation, open_writer
 from conure.server.store.journal import DeleteRecord, Journal, WatchRecord
 from conure.server.store.retention import erase_programs
 from conure.server.store.writer import WriteBatch
@@ -45,6 +48,46 @@ async def test_a_crash_between_commit_and_line_is_no_loss(
     await journal.close()
     assert len(images) == 7
     assert [inspect(image).findings for image in images] == [[]] * 7
+
+
+async def test_a_crash_during_the_first_start_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images: list[Path] = []
+
+    def with_image(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object) -> object:
+            result = function(*args)
+            images.append(shutil.copytree(tmp_path / "data", tmp_path / f"{len(images)}"))
+            return result
+
+        return wrapped
+
+    for function in (open_writer, begin_generation):
+        monkeypatch.setattr(journal_module, function.__name__, with_image(function))
+    await Journal.open(tmp_path / "data").close()
+    monkeypatch.undo()
+    assert len(images) == 2
+    for image in images:
+        await Journal.open(image).close()
+
+
+async def test_a_first_start_during_a_check_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_writer(tmp_path).close()
+    journals: list[Journal] = []
+    was_started = integrity._was_started
+
+    def start_before(connection: sqlite3.Connection) -> bool:
+        journals.append(Journal.open(tmp_path))
+        return was_started(connection)
+
+    monkeypatch.setattr(integrity, "_was_started", start_before)
+    monkeypatch.setattr(journal_module, "inspect", lambda *_, **__: JournalReport())
+    report = inspect(tmp_path)
+    await journals[0].close()
+    assert report.is_intact
 
 
 async def test_a_crash_before_the_line_of_the_end_of_a_watched_program_is_no_loss(
