@@ -548,7 +548,7 @@ def readable_rows(
     """Yield every readable row with its row id; `(None, ())` once for unreadable parts.
 
     Reads forwards to the first unreadable page, then backwards to the last one, and then tries the
-    row ids in between.
+    row ids in between. A table that the schema lacks has no rows.
     """
     columns = _stored_columns(connection, table)
     query = f"SELECT {table.key}, {columns} FROM {table.name} NOT INDEXED"
@@ -560,6 +560,8 @@ def readable_rows(
         return
     except sqlite3.DatabaseError:
         yield None, ()
+    if not _has_table(connection, table):
+        return
     high: int | None = None
     try:
         above = f"{query} WHERE {table.key} > ? ORDER BY {table.key} DESC"
@@ -576,3 +578,12 @@ def readable_rows(
             continue
         if found is not None:
             yield rowid, found[1:]
+
+
+def _has_table(connection: sqlite3.Connection, table: _Table) -> bool:
+    """Return whether the schema is readable and has a table."""
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    try:
+        return connection.execute(query, (table.name,)).fetchone() is not None
+    except sqlite3.DatabaseError:
+        return False

@@ -11,12 +11,14 @@ import sqlite3
 import tracemalloc
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conure.server.program.errors import UnavailableError
 from conure.server.store.damage.commit_log import CommitLine, CommitLog
-from conure.server.store.damage.integrity import find_traces, inspect
+from conure.server.store.damage.integrity import TABLES, find_traces, inspect, readable_rows
+from conure.server.store.damage.row_ids import RowIds
 from conure.server.store.database import RESERVE_NAME
 from conure.server.store.journal import DeleteRecord, Journal, JournalError, ProcedureRecord
 
@@ -192,6 +194,21 @@ async def test_program_stays_marked_in_a_second_recovery(tmp_path: Path) -> None
     await recovered.close()
     assert left.watch is not None
     assert left.watch.problem == "program.damaged"
+
+
+def test_rows_of_a_missing_table_are_not_tried() -> None:
+    num_queries = 0
+
+    class Counted(sqlite3.Connection):
+        def execute(self, *args: Any) -> sqlite3.Cursor:
+            nonlocal num_queries
+            num_queries += 1
+            return super().execute(*args)
+
+    connection = sqlite3.connect(":memory:", factory=Counted)
+    assert list(readable_rows(connection, TABLES[0], RowIds())) == [(None, ())]
+    connection.close()
+    assert num_queries < 10
 
 
 async def write_large_damaged(folder: Path) -> int:
