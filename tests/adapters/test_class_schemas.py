@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -85,3 +87,109 @@ def test_combined_objects_stay_as_they_are() -> None:
     part = {"type": "object", "properties": {"a": {}}}
     schema = {"allOf": [part, {"type": "object", "properties": {"b": {}}}]}
     assert without_other_fields(schema) == schema
+
+
+def fields(*names: str, **schemas: Any) -> dict[str, Any]:
+    """Return the schema of an object with required fields."""
+    return {"type": "object", "properties": schemas, "required": list(names)}
+
+
+LEAD = {"properties": {"a": {"const": 1}}, "required": ["a"]}
+AB = fields(a={}, b={})
+CHOICES = {
+    "any": {"anyOf": [fields("a", a={}), fields("b", b={}), {"type": "null"}]},
+    "tagged": {
+        "oneOf": [fields("a", a={"const": 1}, b={}), fields("a", a={"const": 2})],
+        "discriminator": {"propertyName": "a"},
+    },
+    "single allOf": {"allOf": [AB]},
+    "items": {"items": AB, "contains": LEAD},
+    "condition with definition": {
+        "properties": {"a": {}, "b": {"$ref": "#/$defs/AB"}},
+        "not": {"$ref": "#/$defs/Lead"},
+        "$defs": {"AB": AB, "Lead": LEAD},
+    },
+    "not": {**AB, "not": LEAD},
+    "property of an object with conditions": {**fields(a=AB, b={}), "if": {"required": ["b"]}},
+    "pattern": {"patternProperties": {"^a": AB}},
+}
+"""Schemas of which a part refuses the field `c`."""
+OPEN = {
+    "anyOf beside fields": {**fields("a", a={}), "anyOf": [fields("b", b={}), fields("c", c={})]},
+    "oneOf beside fields": {**fields("a", a={}), "oneOf": [fields("b", b={}), fields("c", c={})]},
+    "oneOf without tag": {"oneOf": [fields(a={}), AB]},
+    "two choices": {"anyOf": [fields(a={}), {"type": "null"}], "allOf": [fields(b={})]},
+    "allOf": {"allOf": [fields(a=fields(b={})), fields(a=fields(c={}))]},
+    "if": {**fields("a", a={}), "if": LEAD, "then": fields("b", b={}), "else": {}},
+    "dependentSchemas": {**fields(a={}), "dependentSchemas": {"a": fields("b", b={})}},
+    "dependencies": {**fields(a={}), "dependencies": {"a": fields("b", b={})}},
+    "$ref beside fields": {"$ref": "#/$defs/B", **fields(a={}), "$defs": {"B": fields("b", b={})}},
+    "field described twice": {**fields(a=fields(b={}), b={}), "anyOf": [fields(a=fields(c={}))]},
+    "field and pattern": {**fields(a=fields(b={})), "patternProperties": {"a": fields(c={})}},
+    "unevaluatedProperties": {**fields(a={}), "unevaluatedProperties": {"type": "integer"}},
+    "required without a schema": fields("a", "b", a={}),
+    "fields of a reference, required beside it": {
+        "$ref": "#/$defs/A",
+        "required": ["b"],
+        "$defs": {"A": fields(a={})},
+    },
+    "negated reference": {
+        "not": {"properties": {"a": {"$ref": "#/$defs/AB"}}},
+        "$defs": {"AB": AB},
+    },
+    "anchor": {"not": {"$ref": "#ab"}, "$defs": {"AB": {"$anchor": "ab", **AB}}},
+    "reference in a condition, through a definition": {
+        "items": {"$ref": "#/$defs/B"},
+        "contains": {"$ref": "#/$defs/A"},
+        "$defs": {"A": fields("a", a={"$ref": "#/$defs/B"}), "B": AB},
+    },
+}
+"""Schemas that cannot refuse other fields."""
+
+
+def objects(values: list[Any]) -> Iterator[dict[str, Any]]:
+    """Iterate over the objects with some of the fields `a`, `b` and `c`."""
+    absent = object()
+    for parts in itertools.product([absent, *values], repeat=3):
+        yield {key: part for key, part in zip("abc", parts, strict=True) if part is not absent}
+
+
+def values() -> list[Any]:
+    small = list(objects([1, 2]))
+    nested = [*objects([1, {"a": 1}, {"b": 1}, {"b": 1, "c": 1}, {"c": 1}])]
+    pairs = [list(each) for each in itertools.product(small, repeat=2)]
+    return [None, *small, *nested, *pairs]
+
+
+def has_c(value: Any) -> bool:
+    return '"c"' in json.dumps(value)
+
+
+@pytest.mark.parametrize("schema", CHOICES.values(), ids=CHOICES)
+def test_only_values_with_other_fields_become_invalid(schema: dict[str, Any]) -> None:
+    before, after = Draft202012Validator(schema), Draft202012Validator(without_other_fields(schema))
+    lost = [each for each in values() if before.is_valid(each) != after.is_valid(each)]
+    assert lost, "other fields are refused"
+    allowed = [each for each in lost if after.is_valid(each)]
+    assert not allowed, "no value becomes valid"
+    if schema is not CHOICES["any"] and schema is not CHOICES["tagged"]:
+        assert all(has_c(each) for each in lost), "declared fields stay valid"
+
+
+@pytest.mark.parametrize("schema", OPEN.values(), ids=OPEN)
+def test_objects_that_several_schemas_describe_stay_open(schema: dict[str, Any]) -> None:
+    assert without_other_fields(schema) == schema
+
+
+@pytest.mark.parametrize("odd", [{"required": True}, {"minProperties": "1"}, {"allOf": 1}])
+def test_an_odd_schema_is_left_to_the_validator(odd: dict[str, Any]) -> None:
+    schema = {"properties": {"a": {}}, **odd}
+    assert without_other_fields(schema) == schema
+
+
+def test_an_object_with_conditions_leaves_others_closed() -> None:
+    parts = {"p": {"$ref": "#/$defs/P", "allOf": [{"minProperties": 1}]}, "q": AB}
+    changed: Any = without_other_fields({**fields(**parts), "$defs": {"P": fields(x={})}})
+    assert changed["additionalProperties"] is False
+    assert changed["properties"]["q"]["additionalProperties"] is False
+    assert changed["$defs"]["P"] == fields(x={})
