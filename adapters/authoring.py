@@ -293,7 +293,7 @@ def _symbols_of(definition: ast.FunctionDef) -> SymbolTable:
 
 
 def _definition_of(part: _Part) -> ast.FunctionDef:
-    """Return the syntax tree of a function, without its decorators."""
+    """Return the syntax tree of a function, without its decorators and without types."""
     start, text = _source_of(part)
     try:
         definition = ast.parse(text).body[0]
@@ -302,24 +302,25 @@ def _definition_of(part: _Part) -> ast.FunctionDef:
         _refuse(f"the source of `{part.__name__}` cannot be read: line {line}: {problem.msg}")
     if not isinstance(definition, ast.FunctionDef):
         _refuse(f"`{part.__name__}` must be defined by `def`, so that its source can be sent")
-    definition.decorator_list, definition.returns = [], None
-    for each in ast.walk(definition.args):
-        if isinstance(each, ast.arg) and not isinstance(each.annotation, ast.Call):
-            each.annotation = None  # a type; `Output(...)` is kept, because its options are read
+    definition.decorator_list = []
     for each in ast.walk(definition):
-        if isinstance(each, ast.AnnAssign):
+        if isinstance(each, ast.FunctionDef):
+            each.returns = None
+        elif isinstance(each, ast.arg) and not isinstance(each.annotation, ast.Call):
+            each.annotation = None  # a type; `Output(...)` is kept, because its options are read
+        elif isinstance(each, ast.AnnAssign):
             each.annotation = ast.Constant(None)
     return definition
 
 
 def _literal(name: str, value: Any) -> str:
     """Return a constant as text; an Enum member is replaced by its value."""
-    _check_constant(name, value)
     try:
+        _check_constant(name, value)
         encode_json(value)
-    except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError):
+        return repr(msgspec.to_builtins(value))
+    except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError, RecursionError):
         _refuse_constant(name)
-    return repr(msgspec.to_builtins(value))
 
 
 def _check_constant(name: str, value: object) -> None:

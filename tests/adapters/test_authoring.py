@@ -45,6 +45,17 @@ MAYBE = str | None
 TONES = {"first": Tone.WARM, "others": (Tone.WARM, "cold")}
 
 
+def nested_lists(depth: int) -> list[Any]:
+    lists: list[Any] = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
+CYCLIC: list[Any] = []
+CYCLIC.append({"tea": CYCLIC})
+
+
 def strip() -> None:
     """Has the name of a method."""
 
@@ -227,6 +238,8 @@ def test_constants_are_json(client: Client) -> None:
         (range(3), "`constant` is not a JSON value"),
         ({"teas": [{1: "green"}]}, "`constant` has a key that is not a string"),
         ({b"tea": 1}, "`constant` has a key that is not a string"),
+        (CYCLIC, "`constant` is not a JSON value"),
+        (nested_lists(100_000), "`constant` is not a JSON value"),
     ],
 )
 def test_a_constant_that_is_not_json_is_refused(constant: Any, message: str) -> None:
@@ -252,6 +265,19 @@ def test_modules_and_types_of_variables_are_no_constants() -> None:
         yield {"tone": tone}
 
     assert compile_source(tones.source).name == "tones"
+
+
+def test_types_of_nested_functions_are_no_constants(client: Client) -> None:
+    @conure.program
+    def tones(goods: str) -> MAYBE:
+        def tone(thing: MAYBE, *, about: MAYBE = STYLE) -> MAYBE:
+            text: MAYBE = gen(f"{about} {thing} is ", max_tokens=4)
+            return text
+
+        return tone(goods)
+
+    assert tones.source.startswith("STYLE = 'short'")
+    assert client.run(tones(goods="tea")).status == "done"
 
 
 BASE = """
