@@ -110,7 +110,8 @@ class ClientSettings:
         if isinstance(problem, httpx.ReadTimeout):
             read_s = _read_timeout_s(problem, self.timeout_s)
             setting = " (timeout_s)" if read_s == self.timeout_s else ""
-            advice = f"the client waits {read_s:.3g} s{setting} for an answer"
+            seconds = f"{read_s:.3g}" if read_s < 100 else f"{read_s:.0f}"
+            advice = f"the client waits {seconds} s{setting} for an answer"
         else:
             advice = "is the server running (`conure serve`), and is this its address?"
         address = str(httpx.URL(self.base_url).copy_with(userinfo=None))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from conure.adapters.client import AsyncClient, Client
@@ -65,6 +66,16 @@ def test_forked_process_opens_new_connections() -> None:
     assert client._http() is parent
     assert _is_true_in_child(check)
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "text"),
+    [(0.25, "0.25 s"), (99.5, "99.5 s"), (1800, "1800 s"), (3600.4, "3600 s")],
+)
+def test_the_error_of_a_late_answer_states_the_time_limit(timeout_s: float, text: str) -> None:
+    with Client("http://127.0.0.1:9", timeout_s=timeout_s) as client:
+        problem = client._settings.unreachable(httpx.ReadTimeout("late"))
+    assert f"the client waits {text} (timeout_s) for an answer" in str(problem)
 
 
 async def test_a_closed_client_refuses_asynchronous_requests(double: Any, kit: Any) -> None:
