@@ -31,9 +31,9 @@ _COMBINING: Final = frozenset(
 def without_other_fields(schema: Mapping[str, Any]) -> dict[str, Json]:
     """Return a schema whose objects have only the fields that the schema mentions.
 
-    An object that states its `additionalProperties` keeps them. A schema is returned as it is if it
-    has conditions, or if two schemas describe one value, as few classes need: then a
-    refusal of fields could refuse, or allow, more than other fields.
+    An object that states its `additionalProperties` keeps them. A schema with conditions, or in
+    which two schemas describe one value, is returned as it is, because a schema that refuses
+    fields could there change which other values are allowed. Few classes have such a schema.
     """
     closed: dict[str, Any] = deepcopy(dict(schema))
     schemas = list(_schemas(closed))

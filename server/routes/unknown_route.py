@@ -45,19 +45,15 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
         if (base := _wrong_base(path, known)) is not None:
             return f"{message}: the base URL ends with {base}; end it with {_API} instead"
         return message
-    rest = path.removeprefix(f"{_API}/")
-    for route in known:
+    plain = [route for route in known if "{" not in route]
+    for route in plain:
         # A base URL that ends with an endpoint, to which the client adds another one.
-        if (
-            "{" not in route
-            and route.startswith(f"{_API}/")
-            and path.startswith(f"{route}/")
-            and _is_known(_API + path.removeprefix(route), known)
-        ):
+        is_base = route.startswith(f"{_API}/") and path.startswith(f"{route}/")
+        if is_base and _is_known(_API + path.removeprefix(route), known):
             return f"{message}: end the base URL with {_API}, without {route.removeprefix(_API)}"
-    if rest.split("/")[0] in _UNSERVED:
+    if path.removeprefix(f"{_API}/").split("/")[0] in _UNSERVED:
         return f"{message}: this server generates text only and does not have this endpoint"
-    near = difflib.get_close_matches(path, [route for route in known if "{" not in route], 1, 0.8)
+    near = difflib.get_close_matches(path, plain, 1, 0.8)
     return f"{message}: did you mean {near[0]}?" if near else f"{message}; /schema lists the routes"
 
 
@@ -68,7 +64,8 @@ def _wrong_base(path: str, known: Iterable[str]) -> str | None:
     """
     if len(path) > MAX_PATH_LENGTH:
         return None
-    # A parameter of type path matches one segment here: `/assets/models/a/b.js` is no model.
+    # Here, a parameter of type path matches one segment only: `/assets/models/a/b.js` is not the
+    # model `a/b.js`.
     routes = [route.replace(":path}", "}") for route in known]
     ends = [match.start() + 1 for match in re.finditer("/", path[1:])][:MAX_BASE_PARTS]
     return next((path[:end] for end in ends if _is_known(_API + path[end:], routes)), None)

@@ -219,6 +219,12 @@ def open_reader(folder: Path) -> sqlite3.Connection:
     return connection
 
 
+def empty_log(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log to the main file and empty it; return False if a reader uses it."""
+    (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not is_busy
+
+
 def begin_generation(connection: sqlite3.Connection) -> JournalHead:
     """Count this opening and reserve the first block of sequence numbers, durably."""
     next_seq, was_running, *clock = connection.execute(

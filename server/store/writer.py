@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ..program.errors import UnavailableError
 from .damage.commit_log import CommitLine, CommitLog
-from .database import BUSY_TIMEOUT_MS, FILE_NAME, SEQ_BLOCK, fill_reserve
+from .database import BUSY_TIMEOUT_MS, FILE_NAME, SEQ_BLOCK, empty_log, fill_reserve
 from .records import (
     AliasRecord,
     AliasRemoval,
@@ -403,8 +403,7 @@ class JournalWriter:
         try:
             self._check_folder()
             self._connection.execute("PRAGMA busy_timeout = 0")
-            row = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            if row[0] == 0:
+            if empty_log(self._connection):
                 self._commit_log.clear()
                 self._has_log = False
                 fill_reserve(self._path.parent)

@@ -179,18 +179,19 @@ def _schema_of(response_format: Any) -> dict[str, Json] | None:
     )
 
 
-def json_schema_of(given: Any) -> dict[str, Json]:
+def json_schema_of(given: Any, *, strict: bool = False) -> dict[str, Json]:
     """Return the JSON schema of an output.
 
     Args:
         given: a class, a JSON schema, or OpenAI's `{"name": ..., "schema": ...}`, which may be the
             `json_schema` of a response format.
+        strict: allow only fields that the schema mentions; for a class this is always so.
 
     Raises:
         ValueError: if it is none of these, or a dict that has the name of the output only.
     """
     schema = convert_to_json_schema(plain_schema(given))
-    if isinstance(given, type):
+    if strict or isinstance(given, type):
         schema = without_other_fields(schema)
     if not schema.keys() - {"title", "description"}:
         raise ValueError(

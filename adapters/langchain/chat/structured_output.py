@@ -32,7 +32,6 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
-from ...class_schemas import without_other_fields
 from ...cut_answers import cut_message
 from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID
 from .call_options import check_types, json_schema_of, plain_schema
@@ -76,10 +75,8 @@ def _json_answer(
         tracing_kwargs["strict"] = strict
     response_format: dict[str, Json] = {"type": "json_object"}
     if method == "json_schema":
-        json_schema = json_schema_of(schema)
+        json_schema = json_schema_of(schema, strict=bool(strict))
         check_types(json_schema)
-        if strict:
-            json_schema = without_other_fields(json_schema)
         response_format = {
             "type": "json_schema",
             "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema},

@@ -40,7 +40,6 @@ from llama_index.core.types import PydanticProgramMode
 from conure.server.program.errors import NotFoundError
 from conure.server.program.ir import Json
 
-from ...class_schemas import without_other_fields
 from ...client import Client
 from ...client.client_cache import ModelClients
 from ..acceleration.scope import active_scope
@@ -62,7 +61,7 @@ from .messages import (
     tool_selections,
 )
 from .model_request import ModelRequest
-from .request_options import output_fields, refuse_unknown, tool_fields
+from .request_options import format_fields, output_fields, refuse_unknown, tool_fields
 from .server_tokenizer import ServerTokenizer
 
 if TYPE_CHECKING:
@@ -381,8 +380,7 @@ class Conure(FunctionCallingLLM):
             mode == PydanticProgramMode.DEFAULT and not self.metadata.is_function_calling_model
         )
         if is_text and "constraint" not in options:
-            schema = without_other_fields(output_cls.model_json_schema())
-            options["constraint"] = {"json_schema": schema}
+            options |= format_fields(output_cls)
         return options
 
     def _model_info(self) -> dict[str, Json]:

@@ -59,7 +59,7 @@ def output_fields(
         elif name in _SAMPLING or name == "constraint":
             fields[name] = value
         elif name == "response_format":
-            fields |= _format_fields(value)
+            fields |= format_fields(value)
         elif name == "n":
             _check_one_answer(value)
         elif name not in (*_TOOL_FIELDS, *_NOT_FOR_THE_MODEL) and value is not None:
@@ -83,7 +83,7 @@ def tool_fields(options: Mapping[str, Any]) -> dict[str, Json]:
     return fields
 
 
-def _format_fields(response_format: Any) -> dict[str, Json]:
+def format_fields(response_format: Any) -> dict[str, Json]:
     """Return the constraint of an OpenAI response format, or of a pydantic class.
 
     Raises:

@@ -27,6 +27,7 @@ from conure.server.store.damage.integrity import JournalReport, inspect
 from conure.server.store.database import (
     FILE_NAME,
     check_file,
+    empty_log,
     lock_folder,
     open_reader,
     open_writer,
@@ -141,7 +142,7 @@ def backup(folder: Path, target: Path) -> None:
             source.backup(connection)
             connection.execute("UPDATE head SET is_running = 0")
             connection.commit()
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            empty_log(connection)
         (target / COMMIT_LOG_NAME).touch(mode=0o600)
         report = inspect(target, is_thorough=True)
     except (JournalError, OSError, sqlite3.Error) as error:
@@ -203,14 +204,14 @@ def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
                 raise CommandError(f"the journal is damaged: {report.summary}")
             with closing(open_writer(folder)) as connection:
                 # The commit log is emptied first, because a deletion removes rows that prove lines.
-                if not _checkpoint(connection):
+                if not empty_log(connection):
                     raise CommandError(
                         f"a reader uses the journal in {folder}, as a check or a backup; repeat "
                         "the command after its end"
                     )
                 (folder / COMMIT_LOG_NAME).write_bytes(b"")
                 yield connection
-                if not _checkpoint(connection):
+                if not empty_log(connection):
                     raise CommandError(
                         f"the change is written, but the files in {folder} still contain the "
                         "earlier content, because a reader uses it; after its end, "
@@ -222,12 +223,6 @@ def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
         raise CommandError(str(error)) from error
     except sqlite3.Error as error:
         raise CommandError(f"cannot write the journal in {folder}: {error}") from error
-
-
-def _checkpoint(connection: sqlite3.Connection) -> bool:
-    """Move the write-ahead log to the main file and empty it; return False if a reader uses it."""
-    (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    return not is_busy
 
 
 def _check_exists(folder: Path) -> None:

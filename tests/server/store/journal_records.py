@@ -48,3 +48,11 @@ def crash_image(folder: Path, target: Path) -> Path:
     for name in ("commits.log", FILE, FILE + "-wal"):
         shutil.copy(folder / name, target / name)
     return target
+
+
+async def crash_image_without_log(journal: Journal, tmp_path: Path) -> Path:
+    """Close a journal; return a copy of its files in which the write-ahead log is lost."""
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    return image

@@ -19,7 +19,7 @@ from conure.server.store.journal import DeleteRecord, Journal, WatchRecord
 from conure.server.store.retention import erase_programs
 from conure.server.store.writer import WriteBatch
 
-from .journal_records import FILE, crash_image, end, event, program, value
+from .journal_records import crash_image, crash_image_without_log, end, event, program, value
 
 
 async def delete(journal: Journal, id_: str) -> None:
@@ -160,9 +160,7 @@ async def test_a_row_id_that_was_used_before_proves_no_commit(tmp_path: Path) ->
     await journal.append([DeleteRecord(programs=("p_before",))])
     await journal.append([program("p_lost")])
     await journal.append([value("p_lost", "x", b"2")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     report = inspect(image)
     assert report.findings == ["the last 3 acknowledged commits are missing"]
     assert report.lost == ["p_lost"]
@@ -177,9 +175,7 @@ async def test_a_program_that_is_accepted_again_after_its_deletion_is_named(
     await journal.append([program("p_deleted"), event(journal, "p_deleted")])
     await journal.append([DeleteRecord(programs=("p_twice", "p_deleted"))])
     await journal.append([program("p_twice")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     assert inspect(image).lost == ["p_twice"]
 
 
@@ -195,9 +191,7 @@ async def test_a_program_that_is_deleted_and_accepted_in_one_commit_is_named(
         for records in ([DeleteRecord(programs=("p",))], [program("p")])
     ]
     assert journal._writer._try_commit(batches) is None
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     assert inspect(image).lost == ["p"]
 
 
@@ -209,9 +203,7 @@ async def test_a_lost_deletion_brings_a_program_back_as_damaged_if_it_lacks_reco
     journal._writer.checkpoint()
     await journal.append([value("p_changed", "x", b"1")])
     await journal.append([DeleteRecord(programs=("p_whole", "p_changed"))])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     report = inspect(image)
     assert report.lost == []
     assert report.damaged == ["p_changed"]
@@ -225,9 +217,7 @@ async def test_a_line_of_an_earlier_version_is_compared_by_row_after_a_deletion(
     await delete(journal, "p_deleted")
     journal._writer.checkpoint()
     await journal.append([program("p_lost")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     log = CommitLog(image)
     log.clear()
     log.add(CommitLine("program", 1, 0, ["p_lost"], [], []))

@@ -23,7 +23,7 @@ from conure.server.store.database import RESERVE_NAME
 from conure.server.store.journal import DeleteRecord, Journal, JournalError, ProcedureRecord
 
 from .damaged_journals import KINDS, Sample, check_damaged, make_sample
-from .journal_records import FILE, crash_image, end, event, program, value
+from .journal_records import FILE, crash_image, crash_image_without_log, end, event, program, value
 
 NUM_PER_KIND = 2
 """`python -m tests.server.store.damaged_journals` checks hundreds."""
@@ -46,9 +46,7 @@ async def test_lost_commits_are_named(tmp_path: Path) -> None:
     journal._writer.checkpoint()
     await journal.append([program("p_after"), event(journal, "p_after")])
     await journal.append([value("p_before", "x", b"1"), event(journal, "p_before")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     with pytest.raises(JournalError, match="1 lost: p_after, 1 damaged: p_before") as caught:
         Journal.open(image)
     assert "--recover" in str(caught.value)
@@ -68,9 +66,7 @@ async def test_lost_commits_are_named(tmp_path: Path) -> None:
 async def test_new_journal_without_its_log_is_damaged(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "data")
     await journal.append([program("p")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     with pytest.raises(JournalError, match=f"1 lost: p, .*{FILE} is missing or empty"):
         Journal.open(image)
     recovered = Journal.open(image, recover=True)
@@ -84,9 +80,7 @@ async def test_lost_deletion_hides_no_other_loss(tmp_path: Path) -> None:
     journal._writer.checkpoint()
     await journal.append([program("p_deleted"), program("p_lost")])
     await journal.append([DeleteRecord(programs=("p_deleted",))])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     report = inspect(image)
     assert report.lost == ["p_lost"]
     assert report.findings == ["the last 2 acknowledged commits are missing"]
@@ -184,9 +178,7 @@ async def test_program_stays_marked_in_a_second_recovery(tmp_path: Path) -> None
     await journal.append([program("p_before")])
     journal._writer.checkpoint()
     await journal.append([value("p_before", "x", b"1")])
-    image = crash_image(tmp_path / "data", tmp_path / "image")
-    await journal.close()
-    (image / f"{FILE}-wal").unlink()
+    image = await crash_image_without_log(journal, tmp_path)
     await Journal.open(image, recover=True).close()
     (image / "commits.log").unlink()
     recovered = Journal.open(image, recover=True)
