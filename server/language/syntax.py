@@ -70,14 +70,17 @@ _CHECKED: frozenset[type[ast.AST]] = frozenset(
 )
 """Allowed nodes with some forms that are not allowed."""
 
+_NO_IMPORT = (
+    "`import` is not supported: call functions that the server has, or write a `def`; Python runs "
+    "files that use `conure.program`"
+)
 _INSTEAD: dict[type[ast.AST], str] = {
     ast.While: "`while` loops have no bound: write `for _ in range(10):` and "
     "`if not condition: break`",
     ast.Lambda: "`lambda` is not supported: write a `def`",
     ast.ClassDef: "classes are not supported: write dicts, as {'name': ...}",
-    ast.Import: "`import` is not supported: call functions that the server has, or write a `def`",
-    ast.ImportFrom: "`import` is not supported: call functions that the server has, or write a "
-    "`def`",
+    ast.Import: _NO_IMPORT,
+    ast.ImportFrom: _NO_IMPORT,
     ast.Global: "`global` is not needed: variables of a job are visible in the whole program",
     ast.Nonlocal: "`nonlocal` is not needed: variables of a job are visible in the whole program",
     ast.Raise: "`raise` is not supported: write `fail('...')`",

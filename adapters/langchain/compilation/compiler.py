@@ -149,11 +149,7 @@ class ChainCompiler:
             return self.compile(concrete, value, position)
         if isinstance(runnable, RunnableBinding):
             return self._compile_binding(runnable, value, position)
-        raise unsupported(
-            position,
-            f"{type(runnable).__name__} cannot be part of a program; if it calls no model, wrap it "
-            "in a function: RunnableLambda(x.invoke)",
-        )
+        raise unsupported(position, _refusal(runnable))
 
     def _compile_sequence(
         self, sequence: RunnableSequence[Any, Any], value: Value, position: ChainPosition
@@ -358,6 +354,18 @@ def _prepared(
         key: value for key, value in config.items() if value and key not in _CONFIG_OF_ONE_RUN
     }
     return concrete, position._replace(config=passed)
+
+
+def _refusal(runnable: Runnable[Any, Any]) -> str:
+    """Return why a Runnable of an unknown class cannot be compiled, and what to do."""
+    name = type(runnable).__name__
+    modules = {kind.__module__.partition(".")[0] for kind in type(runnable).__mro__}
+    if "langgraph" in modules:
+        return f"{name} chooses its calls while it runs; the chains in its nodes can be compiled"
+    return (
+        f"{name} cannot be part of a program; if it calls no model, wrap it in a function: "
+        "RunnableLambda(x.invoke)"
+    )
 
 
 def _is_function(runnable: Runnable[Any, Any]) -> bool:

@@ -300,6 +300,11 @@ async def test_accelerated_graph_has_the_surface_of_the_graph(llm: ChatConure) -
         fast.no_such_method  # noqa: B018
 
 
+def test_explanation_of_a_graph_says_why_no_call_is_planned(llm: ChatConure) -> None:
+    fast = accelerate(tool_agent(llm), model=llm)
+    assert "chooses its calls while it runs" in str(fast.explain())
+
+
 def test_accelerated_graph_has_the_name_and_the_drawing_of_the_graph(llm: ChatConure) -> None:
     inner = StateGraph(MessagesState).add_node("act", lambda state: state)
     part: Any = inner.add_edge(START, "act").compile(name="helper")

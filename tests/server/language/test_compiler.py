@@ -760,7 +760,7 @@ def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
     ("source", "message"),
     [
         ("while True:\n    pass", "for _ in range(10)"),
-        ("import os", "`import` is not supported"),
+        ("import conure", "Python runs files that use `conure.program`"),
         ("x = lambda: 1", "write a `def`"),
         ("x = {1, 2}", "write a list"),
         ("x = 'a'.format(1)\nyield x", "write an f-string"),
