@@ -135,8 +135,11 @@ class Free(Struct, frozen=True, array_like=True, tag="free"):
     """
 
     context: int
-    num_cached_prefix_tokens: int = 0
+    num_cached_tokens: int = 0
     """The KV of that many first tokens stays cached, evictable, under the context's salt."""
+    num_expected_tokens: int = 0
+    """The server expects later readers of that many first tokens. They are evicted after all cached
+    KV without expected readers."""
 
 
 class Update(Struct, frozen=True, array_like=True, tag="update"):

@@ -39,7 +39,7 @@ def main(model: str, threads: int) -> None:
         seconds = time.perf_counter() - begin
         # A server would also keep the prompts as cache.
         for context, prompt in zip(ids, question["prompts"], strict=True):
-            engine.apply(protocol.Free(context, num_cached_prefix_tokens=len(prompt)))
+            engine.apply(protocol.Free(context, num_cached_tokens=len(prompt)))
         print("RESULT " + json.dumps({"seconds": seconds, "ids": [*ids.values()]}), flush=True)
 
 

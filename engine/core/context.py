@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ..kv.radix_tree import RadixNode
+from ..protocol import Free
 from ..runner.base import ScheduledSequence
 from .generation import GenerationState
 
@@ -78,9 +79,8 @@ class Context:
     origin_len: int = 0
     num_waiting_forks: int = 0
     """Contexts whose `parent` is this one."""
-    pending_free: int | None = None
-    """Set when the server frees this context while forks still wait for its tokens: how many tokens
-    stay cached when the context is released."""
+    pending_free: Free | None = None
+    """Set when the server frees this context while forks still wait for its tokens."""
     hidden_sum: list[float] | None = None
     """[H] sum of the hidden states so far, if the context belongs to an Embed; see `pooling`."""
     is_released: bool = False

@@ -118,7 +118,7 @@ class EngineCore:
                 except protocol.EngineError as error:
                     self.fail(command.context, error.code, error.message)
             case protocol.Free():
-                self._free(command.context, command.num_cached_prefix_tokens)
+                self._free(command)
             case protocol.Abort():
                 self._abort(command.context)
             case protocol.Update():
@@ -399,7 +399,8 @@ class EngineCore:
         context.next_use = command.next_use
         self._is_sorted = False
 
-    def _free(self, context_id: int, num_cached_tokens: int) -> None:
+    def _free(self, command: protocol.Free) -> None:
+        context_id = command.context
         self._failed.pop(context_id, None)
         context = self._contexts.pop(context_id, None)
         if context is None:
@@ -412,10 +413,10 @@ class EngineCore:
         ]
         self._outputs.discard(context)
         if context.num_waiting_forks and context.has_work:
-            context.pending_free = num_cached_tokens
+            context.pending_free = command
             self._detached.append(context)
             return
-        self._kv.release(context, num_cached_tokens)
+        self._kv.release(context, command)
         self._may_have_idle = True
 
     def _abort(self, context_id: int) -> None:
@@ -426,7 +427,7 @@ class EngineCore:
             num_decoded, num_forced = generation.num_decoded, generation.num_forced
             if self._in_flight is not None:
                 num_decoded += self._in_flight.samples(context)
-        self._free(context_id, 0)
+        self._free(protocol.Free(context_id))
         self._reports.append(protocol.Aborted(context_id, num_decoded, num_forced))
 
     def _fail_step(self, step: InFlightStep, error: Exception) -> None:

@@ -1,7 +1,8 @@
 """Reference counts and prefix tree over the same blocks, kept consistent.
 
 A block that loses its last reader becomes cached if its tree node is retained, and free
-otherwise. Allocation uses free blocks first, then evicts the least recently used cached leaf.
+otherwise. Allocation uses free blocks first, then evicts cached leaves: leaves without expected
+readers before the others, the least recently used first.
 
 Out of scope: contexts; a reader of a block is only a reference count.
 

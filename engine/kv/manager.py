@@ -10,10 +10,11 @@ Reuse. A context gets KV without computing it in three ways, tried in this order
 3. *Waiting.* A fork skips the step if its parent is about to compute the missing tokens. If
    the fork has the higher priority, it computes them, and the parent shares the result.
 
-Eviction. When no block is free, cached blocks are evicted first, least recently used leaf
-first; then contexts lose blocks (see `eviction`). A context that loses KV keeps its ids and
-recomputes them when it is scheduled again. An idle context is not recomputed. Instead, when a
-fork ends, the KV that the fork had to recompute is shared with the context it was forked from.
+Eviction. When no block is free, cached blocks are evicted first: leaves without expected readers
+before the others, the least recently used first. Then contexts lose blocks (see `eviction`). A
+context that loses KV keeps its ids and recomputes them when it is scheduled again. An idle context
+is not recomputed. Instead, when a fork ends, the KV that the fork had to recompute is shared with
+the context it was forked from.
 
 Writes. A row writes only to blocks that no other context refers to and that the tree does not
 hold for others; any other block is copied first. Exception: a context that needs the logits of
@@ -33,9 +34,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..core.context import Context, EngineCounters
+from ..protocol import Free
 from .block_cache import BlockCache
 from .eviction import VictimQueue
 from .prefix_sharing import PrefixSharing, ancestor, limit_depth
+from .radix_tree import RadixNode
 
 _NO_STEP: Final = -2
 """A step number that no context was ever scheduled in."""
@@ -99,7 +102,7 @@ class KVCacheManager:
         """Release the contexts that were freed while the step ran."""
         for context in self._release_after_step:
             if not context.is_released:
-                self.release(context, context.pending_free or 0)
+                self.release(context, context.pending_free)
         self._release_after_step.clear()
 
     def match_prefix(self, context: Context) -> bool:
@@ -202,9 +205,9 @@ class KVCacheManager:
             self._end(parent, parent.pending_free)
             context = parent
 
-    def release(self, context: Context, num_cached_tokens: int = 0) -> None:
-        """End a context. The KV of its first `num_cached_tokens` tokens stays cached."""
-        self._end(context, num_cached_tokens)
+    def release(self, context: Context, command: Free | None = None) -> None:
+        """End a context. The KV that the command names stays cached."""
+        self._end(context, command)
         self.detach(context)
 
     def truncate(self, context: Context, length: int) -> None:
@@ -344,13 +347,22 @@ class KVCacheManager:
         if origin.num_computed < min(length, context.num_computed):
             self._sharing.match(origin)
 
-    def _end(self, context: Context, num_cached_tokens: int) -> None:
+    def _node_at(self, context: Context, num_tokens: int) -> RadixNode | None:
+        """Return the node of the last full block of a context's first tokens, if it has KV."""
+        return ancestor(context.node, max(0, context.depth - num_tokens // self.block_size))
+
+    def _end(self, context: Context, command: Free | None) -> None:
         """Retain the prefix that stays cached, and release all blocks."""
         self._restore_to_origin(context)
-        num_retained = min(context.depth, num_cached_tokens // self.block_size)
-        node = ancestor(context.node, context.depth - num_retained)
-        while node is not None and not node.is_retained:
-            node.is_retained = True
-            node = ancestor(node, 1)
+        if command is not None:
+            node = self._node_at(context, command.num_cached_tokens)
+            while node is not None and not node.is_retained:
+                node.is_retained = True
+                node = ancestor(node, 1)
+            num_expected = min(command.num_expected_tokens, command.num_cached_tokens)
+            node = self._node_at(context, num_expected)
+            while node is not None and not node.is_expected:
+                node.is_expected = True
+                node = ancestor(node, 1)
         self._release_kv(context)
         context.is_released = True

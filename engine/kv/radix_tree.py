@@ -9,11 +9,12 @@ Blocks of live contexts are in the tree as soon as they are *scheduled* to be co
 that contexts that arrive together with the same prefix compute it once, even within one step
 (RadixAttention, arXiv 2312.07104, inserts after a request has finished).
 
-Out of scope: reference counts. The caller sets `is_cached` and `is_retained`.
+Out of scope: reference counts. The caller sets `is_retained` and `is_expected`, of nodes that are
+not cached.
 
-Invariants, if callers acquire whole paths: ancestors of a retained node are retained, and a
-node without readers has no child with readers. So the least recently used cached node that
-can be evicted is always a leaf.
+Invariants, if callers acquire whole paths: ancestors of a retained node are retained, those of an
+expected node are expected, and a node without readers has no child with readers. So the cached node
+that is evicted next is always a leaf.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class RadixNode:
     children: dict[Key, RadixNode] = field(default_factory=dict)
     is_retained: bool = False
     """The block becomes cached, not free, when its last reader releases it."""
+    is_expected: bool = False
+    """Later readers are expected: evicted after all nodes without expected readers."""
     is_cached: bool = False
     """No context refers to the block."""
     last_use: int = 0
@@ -48,10 +51,10 @@ class RadixTree:
         self.node_of: list[RadixNode | None] = [None] * num_blocks
         """The node of each block. Read by the hot path, written here only."""
         self._roots: dict[str, RadixNode] = {}
-        # Heap of (last_use, sequence number, leaf). An entry becomes stale when its node is
-        # referenced again, gains a child or is removed. `evict` skips stale entries; `_push`
-        # removes them when they outnumber the blocks.
-        self._leaves: list[tuple[int, int, RadixNode]] = []
+        # Heap of (is_expected, last_use, sequence number, leaf). An entry becomes stale when its
+        # node is referenced again, gains a child or is removed. `evict` skips stale entries;
+        # `_push` removes them when they outnumber the blocks.
+        self._leaves: list[tuple[bool, int, int, RadixNode]] = []
         self._clock = 0
 
     def root(self, salt: str) -> RadixNode:
@@ -97,21 +100,25 @@ class RadixTree:
         node.is_cached = False
 
     def evict(self) -> int | None:
-        """Remove the least recently used cached leaf. Return its block, or None."""
+        """Remove the least recently used cached leaf. Return its block, or None.
+
+        Leaves without expected readers are removed first.
+        """
         while self._leaves:
             entry = heapq.heappop(self._leaves)
             if _is_current(entry):
-                self.remove(entry[2])
-                return entry[2].block
+                node = entry[-1]
+                self.remove(node)
+                return node.block
         return None
 
     def _push(self, node: RadixNode) -> None:
         if len(self._leaves) > 2 * len(self.node_of) + 64:
-            current = {id(entry[2]): entry for entry in self._leaves if _is_current(entry)}
+            current = {id(entry[-1]): entry for entry in self._leaves if _is_current(entry)}
             self._leaves = list(current.values())
             heapq.heapify(self._leaves)
         self._clock += 1
-        heapq.heappush(self._leaves, (node.last_use, self._clock, node))
+        heapq.heappush(self._leaves, (node.is_expected, node.last_use, self._clock, node))
 
     def nodes(self) -> Iterator[RadixNode]:
         """Yield every node except the roots, parents before children."""
@@ -129,7 +136,7 @@ class RadixTree:
             self._check_node(node)
         num_nodes = sum(1 for _ in self.nodes())
         assert num_nodes == sum(node is not None for node in self.node_of), "a node is detached"
-        queued = {id(entry[2]) for entry in self._leaves if _is_current(entry)}
+        queued = {id(entry[-1]) for entry in self._leaves if _is_current(entry)}
         assert all(id(node) in queued for node in self.nodes() if _is_evictable(node))
 
     def _check_node(self, node: RadixNode) -> None:
@@ -139,6 +146,7 @@ class RadixTree:
         assert parent.children[node.key] is node
         if parent.parent is not None:
             assert parent.is_retained or not node.is_retained, "the parent is not retained"
+            assert parent.is_expected or not node.is_expected, "the parent is not expected"
             assert node.is_cached or not parent.is_cached, "a referenced node under a cached one"
         assert node.is_retained or not node.is_cached, "a node is cached but not retained"
 
@@ -147,6 +155,6 @@ def _is_evictable(node: RadixNode) -> bool:
     return node.is_cached and not node.children
 
 
-def _is_current(entry: tuple[int, int, RadixNode]) -> bool:
-    last_use, _, node = entry
+def _is_current(entry: tuple[bool, int, int, RadixNode]) -> bool:
+    _, last_use, _, node = entry
     return _is_evictable(node) and node.last_use == last_use

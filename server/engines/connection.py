@@ -241,10 +241,10 @@ class EngineConnection(asyncio.Protocol):
                 )
                 self._num_inflight_tokens += num_tokens
 
-    def free(self, context: int, num_cached: int = 0) -> None:
+    def free(self, context: int, num_cached: int = 0, num_expected: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
         _remove_context(self, context)
-        self.send(protocol.Free(context, num_cached))
+        self.send(protocol.Free(context, num_cached, num_expected))
 
     def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
         """Abort and free a context; see `Engine`."""

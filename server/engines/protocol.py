@@ -87,8 +87,15 @@ class Engine(Protocol):
         """Send commands in order. On a lost engine this does nothing."""
         ...
 
-    def free(self, context: int, num_cached: int = 0) -> None:
-        """Free a context and remove its listener; keep its first `num_cached` tokens as cache."""
+    def free(self, context: int, num_cached: int = 0, num_expected: int = 0) -> None:
+        """Free a context and remove its listener.
+
+        Args:
+            context: the context.
+            num_cached: leading tokens that stay as cache, which is evicted when memory is needed.
+            num_expected: leading tokens that later calls are expected to read; they are evicted
+                after all others.
+        """
         ...
 
     def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:

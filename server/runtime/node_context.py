@@ -308,6 +308,9 @@ class NodeContext:
             why = "the server was started again"
             self.emit("node.restarted", node.id, why=why, attempt=node_state.attempt)
         self.timers.start_node(node)
+        if node.id in self.state.node_starts and self.executor_of(node).starts_running:
+            # Its timeout counts from here, also after a restart. No other event records the start.
+            self.emit("node.started", node.id, attempt=node_state.attempt)
 
     # --- values and completion ------------------------------------------------------------
 

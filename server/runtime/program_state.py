@@ -70,6 +70,8 @@ class ProgramState:
         self.timed_jobs.add(n for n in graph.nodes.values() if graph.body_of(n.id) is None)
         self.job_starts: dict[JobInstance, float] = {}
         """When the first node of a job started, for jobs with a timeout."""
+        self.node_starts: dict[str, float] = {}
+        """When a node started first, for nodes with a timeout that all attempts share."""
         self.append_ids: dict[str, tuple[str, ...]] = {}
         """The nodes of each append that was applied, by its request id."""
         self.nodes: dict[str, NodeState] = {}

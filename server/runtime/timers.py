@@ -138,13 +138,20 @@ class Timers:
     def start_node(self, node: GraphNode) -> None:
         """Start the timer of a node, and those of its jobs whose first node it is.
 
-        Client steps and functions have timers of their own, one per attempt.
+        Client steps and functions have timers of their own, one per attempt. The time may be over
+        already, if the node started in an earlier server process.
         """
-        for job in start_jobs(self._state, node, self._clock.now()):
+        now = self._clock.now()
+        for job in start_jobs(self._state, node, now):
             self._start_job(job)
-        if node.timeout_s is not None and not isinstance(node, ClientNode | CallNode):
+        started_at = start_timed_node(self._state, node, now)
+        if started_at is not None:
+            assert node.timeout_s is not None
             self._timers[node.id] = asyncio.get_running_loop().call_later(
-                node.timeout_s, self._node_timed_out, node.id, node.timeout_s
+                max(started_at + node.timeout_s - now, 0),
+                self._node_timed_out,
+                node.id,
+                node.timeout_s,
             )
 
     def _start_job(self, instance: JobInstance) -> None:
@@ -228,6 +235,16 @@ def start_jobs(state: ProgramState, node: GraphNode, at: float) -> list[JobInsta
     for instance in instances:
         state.job_starts[instance] = min(at, state.job_starts.get(instance, at))
     return instances
+
+
+def start_timed_node(state: ProgramState, node: GraphNode, at: float) -> float | None:
+    """Record the first start of a node with a timeout that all attempts share, and return it.
+
+    Return None for other nodes.
+    """
+    if node.timeout_s is None or isinstance(node, ClientNode | CallNode):
+        return None
+    return state.node_starts.setdefault(node.id, at)
 
 
 def _key_of(instance: JobInstance) -> str:

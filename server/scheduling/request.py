@@ -31,8 +31,8 @@ class PromptPrefix(NamedTuple):
     key: bytes
     """Hash of all tokens from the start, under one salt."""
     num_tokens: int
-    is_cacheable: bool = False
-    """Whether the KV stays as evictable cache after the last call that reads it has ended."""
+    is_expected: bool = False
+    """Whether later programs are expected to read it; it then stays cached for longer."""
 
 
 class ResourceRequest(Struct, frozen=True, kw_only=True):
@@ -106,20 +106,20 @@ def hash_prefixes(
 
     Args:
         ids: the whole prompt.
-        boundaries: for each boundary, the number of tokens before it, and whether their KV
-            stays cached.
+        boundaries: for each boundary, the number of tokens before it, and whether later programs
+            are expected to read them.
         salt: the tenant's key. Different salts give different keys.
     """
     spaced: list[tuple[int, bool]] = []
-    for end, is_cacheable in boundaries:
+    for end, is_expected in boundaries:
         if end >= (spaced[-1][0] if spaced else 0) + MIN_PREFIX_TOKENS:
-            spaced.append((end, is_cacheable))
+            spaced.append((end, is_expected))
     half = MAX_PREFIXES // 2
     chosen = spaced if len(spaced) <= MAX_PREFIXES else spaced[:half] + spaced[-half:]
     digest = blake2b(salt.encode(), digest_size=16, person=b"conure.prefix")
     prefixes, begin = [], 0
-    for end, is_cacheable in chosen:
+    for end, is_expected in chosen:
         digest.update(array("q", ids[begin:end]).tobytes())
-        prefixes.append(PromptPrefix(digest.digest(), end, is_cacheable))
+        prefixes.append(PromptPrefix(digest.digest(), end, is_expected))
         begin = end
     return tuple(prefixes)

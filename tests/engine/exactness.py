@@ -257,7 +257,7 @@ def _cut(runner: Recorder, seed: int, step_tokens: int, count: int) -> Session:
     session.run()
     # Gone, and found again in the cache.
     ids = session.contexts[name].ids
-    session.engine.apply(protocol.Free(name, num_cached_prefix_tokens=len(ids)))
+    session.engine.apply(protocol.Free(name, num_cached_tokens=len(ids)))
     session.call([*ids, 7], count)
     session.run()
     return session

@@ -201,9 +201,9 @@ class ServerDouble:
         )
         return context
 
-    def free(self, context: int, keep: int = 0) -> None:
+    def free(self, context: int, keep: int = 0, expected: int = 0) -> None:
         del self.known[context]
-        self.apply(protocol.Free(context, keep))
+        self.apply(protocol.Free(context, keep, expected))
 
     def abort(self, context: int) -> None:
         del self.known[context]

@@ -36,8 +36,9 @@ class PromptPlan(NamedTuple):
     constants: tuple[bool, ...]
     """For each boundary, whether everything before it is text of the program."""
     salt: str
-    keeps_all: bool
-    """Whether all of the prompt stays as evictable cache, not only text of the program."""
+    expects_readers: bool
+    """Whether later programs are expected to read all of the prompt, not only the text of the
+    program."""
 
 
 class CallKVContext:
@@ -82,9 +83,11 @@ class CallKVContext:
         return self._registry.find_longest(self._plan.reads, ids)
 
     def boundary_positions(self) -> list[tuple[int, bool]]:
-        """Return the first slot's boundaries: tokens before each, and whether these stay cached."""
-        keeps_all = self._plan.keeps_all
-        return [(cut, keeps_all or cut <= self.num_constant) for cut in self._boundaries]
+        """Return the first slot's boundaries: tokens before each, and whether later programs are
+        expected to read these.
+        """
+        all_expected = self._plan.expects_readers
+        return [(cut, all_expected or cut <= self.num_constant) for cut in self._boundaries]
 
     def set_rank(self, rank: float) -> None:
         """Change the rank of the call, also on its engine."""
@@ -192,7 +195,7 @@ class CallKVContext:
             engine=engine.name,
             context=0,
             ids=ids,
-            num_keep=min(len(ids), self.num_constant),
+            num_expected=min(len(ids), self.num_constant),
             num_prompt=len(ids),
             since=time.monotonic(),
             num_own=len(ids) - parent_len,
@@ -208,7 +211,7 @@ class CallKVContext:
                 usage.recomputed += report.recomputed
                 self._registry.mark_filled(retained)
                 if retained.is_released:
-                    engine.free(retained.context, retained.num_keep)
+                    engine.free(retained.context, len(ids), retained.num_expected)
             elif isinstance(report, protocol.Failed):
                 # No later call may fork from it. Calls that already did fail with it.
                 self._registry.discard(retained)
@@ -240,8 +243,8 @@ class CallKVContext:
             engine=self.engine.name,
             context=self.id,
             ids=ids,
-            # Worth keeping as cache: text of the program, and whole turns of chats and sessions.
-            num_keep=len(ids) if self._plan.keeps_all else self.num_constant,
+            # Text of the program, and whole turns of chats and sessions.
+            num_expected=len(ids) if self._plan.expects_readers else self.num_constant,
             num_prompt=num_prompt,
             since=time.monotonic(),
             num_own=len(ids) - self._num_inherited,
@@ -253,7 +256,7 @@ class CallKVContext:
             if self._registry.retain(hashes[boundary], retained):
                 _set_next_use_now(self.engine, retained)
                 return
-        self.engine.free(retained.context, retained.num_keep)
+        self.engine.free(retained.context, len(ids), retained.num_expected)
 
     def free(self) -> None:
         """Free the context, on which nothing runs; safe to repeat."""
@@ -305,4 +308,4 @@ def release(retained: RetainedContext, services: RuntimeServices, payer: NodeSta
     retained.is_released = True
     engine = services.engine(retained.engine)
     if retained.is_filled and engine is not None:
-        engine.free(retained.context, retained.num_keep)
+        engine.free(retained.context, len(retained.ids), retained.num_expected)

@@ -209,7 +209,7 @@ class PinKeeper:
         self._account(pin, held)
         for context, ids in held.contexts.items():
             if ids:
-                held.engine.free(context, len(ids))
+                held.engine.free(context, len(ids), len(ids))
 
     def _account(self, pin: _Pin, held: _Held) -> None:
         pin.block_seconds += pin.num_blocks * (self._now() - held.since)

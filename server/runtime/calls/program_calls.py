@@ -214,7 +214,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             reads=self._reads.get(node.id, ()),
             constants=known.constants,
             salt=self._salt,
-            keeps_all=self.state.is_open or not self._prefixes,
+            expects_readers=self.state.is_open or not self._prefixes,
         )
         call = LLMCall(
             node_state,

@@ -18,7 +18,7 @@ from ..node_registry import node_executors
 from ..node_state import MissingValue, NodeState
 from ..program_state import ProgramState
 from ..program_watch import QUARANTINED
-from ..timers import start_jobs
+from ..timers import start_jobs, start_timed_node
 from .journaled_events import (
     ExpansionHistory,
     JournaledEvent,
@@ -124,6 +124,7 @@ def _replay_events(
         if began_at is not None:
             begun.add(node_id)
             start_jobs(state, node_state.node, began_at + shift_s)
+            start_timed_node(state, node_state.node, began_at + shift_s)
         if record.type == "node.started":
             recovered.started.add(node_id)
             node_state.why = event.why

@@ -118,7 +118,8 @@ class RandomLoad:
 
     def _free(self, context: int) -> None:
         keep = self.rng.choice([0, 0, 3, 100]) if self.keeps else 0
-        self.server.free(context, min(keep, len(self.server.known[context].ids)))
+        keep = min(keep, len(self.server.known[context].ids))
+        self.server.free(context, keep, self.rng.randint(0, keep))
 
     def _pick(self, *, is_idle: bool = False) -> int | None:
         known = self.server.known

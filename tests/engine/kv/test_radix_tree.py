@@ -68,6 +68,19 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     assert [tree.evict() for _ in range(5)] == [3, 2, 1, 0, None]
 
 
+def test_leaf_without_expected_readers_is_evicted_first() -> None:
+    tree = RadixTree(8)
+    expected = grow(tree, "", 0, 1)
+    longer = tree.insert(expected[-1], (2,), 2)
+    for node in expected:
+        node.is_expected = True
+    other = grow(tree, "x", 3)
+    cache(tree, [*expected, longer])
+    cache(tree, other)
+    tree.check()
+    assert [tree.evict() for _ in range(5)] == [2, 3, 1, 0, None]
+
+
 def test_node_with_a_new_reference_is_not_evicted() -> None:
     tree = RadixTree(8)
     nodes = grow(tree, "", 0, 1)

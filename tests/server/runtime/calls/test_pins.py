@@ -41,7 +41,7 @@ class EngineDouble:
     def send(self, command: protocol.Fill) -> None:
         self.fills.append(command)
 
-    def free(self, context: int, num_cached: int = 0) -> None:
+    def free(self, context: int, num_cached: int = 0, num_expected: int = 0) -> None:
         self.freed.append((context, num_cached))
 
 

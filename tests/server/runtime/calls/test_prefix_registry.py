@@ -18,7 +18,7 @@ from conure.server.runtime.calls.prefix_registry import (
 
 def retained(context: int, ids: list[int], engine: str = "e") -> RetainedContext:
     return RetainedContext(
-        engine, context, ids, num_keep=0, num_prompt=len(ids), since=0.0, num_own=len(ids)
+        engine, context, ids, num_expected=0, num_prompt=len(ids), since=0.0, num_own=len(ids)
     )
 
 

@@ -42,8 +42,20 @@ async def test_rounds_share_the_history_prefix(tmp_path: Path) -> None:
         for before, found in zip(lengths, shared[1:], strict=False):
             assert found >= before, "the history was filled again"
         assert await harness.num_held() == [(0, 0)]
-        [engine] = await harness.executor.engines()
-        assert engine.report.num_cached * BLOCK <= lengths[0], "values are no cache"
+
+
+async def test_later_program_reads_a_value_that_calls_of_an_earlier_one_shared(
+    tmp_path: Path,
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        computed = []
+        for _ in range(2):
+            calls = [generate(name, {"input": "report"}, f" {name}?") for name in ("x", "y")]
+            program = await harness.submit(calls, outputs=["x", "y"], inputs={"report": LONG})
+            status = await program.end()
+            assert status.receipt is not None
+            computed.append(status.receipt.prompt_tokens.computed)
+        assert computed[1] < 2 * BLOCK < computed[0]
 
 
 async def test_time_in_the_queue_includes_the_time_before_a_new_rank(tmp_path: Path) -> None:

@@ -346,6 +346,38 @@ async def test_timeout_of_a_job_goes_on_after_a_restart(
         assert failed.error.code == "job.timeout"
 
 
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"id": "n", "op": "wait", "variables": ["never"]},
+        {"id": "n", "op": "loop", "count": 2, "body": [client("a", "x")]},
+        generate("n", {"input": "x"}),
+    ],
+    ids=lambda node: node["op"],
+)
+async def test_timeout_of_a_node_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: dict[str, Any]
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        harness.executor.services.scheduler.pause()
+        program = await harness.submit(
+            [node | {"timeout_s": 3_600, "on_error": "isolate"}],
+            variables={"never": {}, "x": {}},
+            require_inputs=False,
+        )
+        if node["op"] == "generate":
+            await program.put("x", "text")
+            await program.event("node.queued")
+        else:
+            await program.event("node.started")
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
+    async with server_harness(tmp_path) as harness:
+        harness.executor.services.scheduler.pause()
+        failed = await Program(harness, program.id).event("node.failed")
+        assert failed.data["code"] == "node.timeout"
+
+
 async def test_timeout_of_a_job_goes_on_while_none_of_its_nodes_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,7 +645,7 @@ def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> LLMCall:
         NodeState(node),
         context,
         PrefixRegistry(),
-        PromptPlan(hashes=(), reads=(), constants=(), salt="", keeps_all=False),
+        PromptPlan(hashes=(), reads=(), constants=(), salt="", expects_readers=False),
         ready_at_s=0.0,
         rank=Rank(0.0, ""),
         performance=PerformanceObjective("latency", None, 0),
