@@ -166,9 +166,9 @@ class AsyncClient(AsyncBaseClient):
 
         Raises:
             ProgramError: if the program is invalid, an input has no value, or a client step has no
-                function.
-            ConureError: if the program failed or was cancelled. If one of the functions failed,
-                its exception is the cause.
+                function; the client steps of a text are known only when they are requested.
+            ConureError: if the program failed or was cancelled. If one of the functions failed, or
+                a client step of a text has none, that exception is the cause.
         """
         body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, requires_inputs=True
@@ -202,7 +202,7 @@ class AsyncClient(AsyncBaseClient):
 
         Args:
             program: as in `submit`; or the id of a submitted program, to explain what it did. A
-                text is passed as `{"source": text}`.
+                string with spaces or line breaks is a text.
             inputs: as in `submit`.
             objectives: as in `submit`.
 
@@ -210,7 +210,7 @@ class AsyncClient(AsyncBaseClient):
             ProgramError: if the program is invalid.
             NotFoundError: if there is no program with the id.
         """
-        if isinstance(program, str):
+        if isinstance(program, str) and programs.is_id(program):
             return await self._do(programs.explain_run(program, self._retry))
         body = programs.submission_body(program, inputs=inputs, objectives=objectives)
         return await self._do(programs.explain(body, self._retry))
@@ -513,7 +513,9 @@ class AsyncRun:
 
     async def append(self, more: Append | Mapping[str, Json]) -> ProgramStatus:
         """Add nodes to a program that was submitted with `open`, or close it."""
-        return await self._client._do(programs.append(self.id, more, self._retry))
+        status = await self._client._do(programs.append(self.id, more, self._retry))
+        self.outputs = status.outputs
+        return status
 
     async def cancel(self, *, timeout_s: float | None = None) -> ProgramStatus:
         """Cancel the program. Nodes that have ended keep their results.
@@ -593,7 +595,11 @@ class AsyncRun:
         return await self._client._do(programs.trace(self.id, self._retry, token_ids=token_ids))
 
     async def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
-        """Run the program's client steps until it ends; see `AsyncClient.run`."""
+        """Run the program's client steps until it ends; see `AsyncClient.run`.
+
+        A step that `functions` lacks fails if this client has submitted the program. On an attached
+        program such a step waits for another client.
+        """
         deduplicator = self._client._settings.deduplicator
         status = None if self._program is not None else await self.status()
         session = deduplicator.open(self.id, self.outputs, status, self._program)

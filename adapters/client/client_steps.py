@@ -9,6 +9,7 @@ repeats the event.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ from ..nodes import iter_nodes
 from .exchange.problems import failure_of
 from .failures import Failures
 from .json_encoding import encode_json
+
+logger = logging.getLogger(__name__)
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` as keyword arguments; returns JSON, or an awaitable of JSON."""
@@ -186,11 +189,11 @@ class ClientStepSession:
         """Record an event; return the step to run if the event requests a new one."""
         data = event.data
         if event.type == "client.requested":
-            if self._has_ended(data):
+            name = data["name"]
+            if self._has_ended(data) or not self._must_run(name, functions):
                 return None
             if not self._deduplicator.claim(self._program_id, data["request_id"]):
                 return None
-            name = data["name"]
             function = functions.get(name, _UnknownFunction(name))
             self._queued.add(data["request_id"])
             return StepRequest(
@@ -204,6 +207,17 @@ class ClientStepSession:
         elif event.type == "program.finished":
             self._last_event = data
         return None
+
+    def _must_run(self, name: str, functions: Mapping[str, Function]) -> bool:
+        """Return whether this client runs a step, or fails it for lack of a function."""
+        if name in functions or self._status is None:
+            return True
+        logger.warning(
+            "client step %r of program %s waits for another client: `functions` lacks it",
+            name,
+            self._program_id,
+        )
+        return False
 
     def _has_ended(self, request: Mapping[str, Any]) -> bool:
         """Return whether a request had been answered or had expired when the session began."""

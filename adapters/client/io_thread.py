@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from ..collection_watch import CollectionWatch
+
 EXIT_TIMEOUT_S: Final = 1.0
 """How long the end of the process, or of the client, waits for the last requests."""
 
@@ -37,6 +39,12 @@ class IOThread:
         worker = self._workers.get(os.getpid())
         return worker is not None and worker.thread is threading.current_thread()
 
+    @property
+    def is_in_collection(self) -> bool:
+        """Whether the garbage collector runs on the current thread, if this thread is running."""
+        worker = self._workers.get(os.getpid())
+        return worker is not None and worker.collection.is_here
+
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run a coroutine function as a task, from any thread.
 
@@ -53,7 +61,7 @@ class IOThread:
         new = _Worker()
         worker = self._workers.setdefault(new.pid, new)
         if worker is new:
-            worker.thread.start()
+            worker.start()
             weakref.finalize(self, worker.stop)
             if self._is_closed:  # meanwhile, perhaps before `close` could see this worker
                 self._workers.pop(worker.pid, None)
@@ -90,7 +98,12 @@ class _Worker:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
+        self.collection = CollectionWatch()
         self.thread = threading.Thread(target=self._run, name="conure-io", daemon=True)
+
+    def start(self) -> None:
+        self.collection.__enter__()
+        self.thread.start()
 
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         def start() -> None:
@@ -112,6 +125,7 @@ class _Worker:
         if self._is_stopping or self.pid != os.getpid():
             return
         self._is_stopping = True
+        self.collection.__exit__()
         ending = asyncio.run_coroutine_threadsafe(self._finish(cleanup), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         if self.thread.ident is not None and threading.current_thread() is not self.thread:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from ..collection_watch import CollectionWatch
 
 T = TypeVar("T")
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -153,32 +154,6 @@ class LocalApp:
             raise ClosedError
         timeouts = request.extensions.get("timeout", {})
         return Exchange(self._app, self._loop, _scope(request), body, timeouts)
-
-
-class CollectionWatch:
-    """Finds out whether the garbage collector runs on the current thread.
-
-    It closes generators, whose code may then run within any statement of the thread.
-    """
-
-    def __init__(self) -> None:
-        self._thread: int | None = None
-
-    def __enter__(self) -> Self:
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._note)
-        self._thread = None  # a collection may have called this
-
-    @property
-    def is_here(self) -> bool:
-        """Whether a collection runs on the current thread."""
-        return self._thread == threading.get_ident()
-
-    def _note(self, phase: str, _: object) -> None:
-        self._thread = threading.get_ident() if phase == "start" else None
 
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T:

@@ -166,9 +166,9 @@ class Client(BaseClient):
 
         Raises:
             ProgramError: if the program is invalid, an input has no value, or a client step has no
-                function.
-            ConureError: if the program failed or was cancelled. If one of the functions failed,
-                its exception is the cause.
+                function; the client steps of a text are known only when they are requested.
+            ConureError: if the program failed or was cancelled. If one of the functions failed, or
+                a client step of a text has none, that exception is the cause.
         """
         body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, requires_inputs=True
@@ -202,7 +202,7 @@ class Client(BaseClient):
 
         Args:
             program: as in `submit`; or the id of a submitted program, to explain what it did. A
-                text is passed as `{"source": text}`.
+                string with spaces or line breaks is a text.
             inputs: as in `submit`.
             objectives: as in `submit`.
 
@@ -210,7 +210,7 @@ class Client(BaseClient):
             ProgramError: if the program is invalid.
             NotFoundError: if there is no program with the id.
         """
-        if isinstance(program, str):
+        if isinstance(program, str) and programs.is_id(program):
             return self._do(programs.explain_run(program, self._retry))
         body = programs.submission_body(program, inputs=inputs, objectives=objectives)
         return self._do(programs.explain(body, self._retry))
@@ -510,7 +510,9 @@ class Run:
 
     def append(self, more: Append | Mapping[str, Json]) -> ProgramStatus:
         """Add nodes to a program that was submitted with `open`, or close it."""
-        return self._client._do(programs.append(self.id, more, self._retry))
+        status = self._client._do(programs.append(self.id, more, self._retry))
+        self.outputs = status.outputs
+        return status
 
     def cancel(self, *, timeout_s: float | None = None) -> ProgramStatus:
         """Cancel the program. Nodes that have ended keep their results.
@@ -590,7 +592,11 @@ class Run:
         return self._client._do(programs.trace(self.id, self._retry, token_ids=token_ids))
 
     def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
-        """Run the program's client steps until it ends; see `Client.run`."""
+        """Run the program's client steps until it ends; see `Client.run`.
+
+        A step that `functions` lacks fails if this client has submitted the program. On an attached
+        program such a step waits for another client.
+        """
         deduplicator = self._client._settings.deduplicator
         status = None if self._program is not None else self.status()
         session = deduplicator.open(self.id, self.outputs, status, self._program)

@@ -318,7 +318,7 @@ class _ProgramRun:
         for digest, num_tokens, is_constant in call.boundaries:
             if num_tokens >= (spaced[-1].num_tokens if spaced else 0) + MIN_PREFIX_TOKENS:
                 key = digest if is_constant else digest + self._salt
-                spaced.append(PromptPrefix(key, num_tokens, is_cacheable=True))
+                spaced.append(PromptPrefix(key, num_tokens, is_expected=True))
         half = MAX_PREFIXES // 2
         return tuple(spaced if len(spaced) <= MAX_PREFIXES else spaced[:half] + spaced[-half:])
 

@@ -144,7 +144,9 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
         UsageError: if inputs lack a value, or a text does not read one; the message names them.
     """
     graph = graph_of(body)
-    if graph is None or body.get("open"):
+    options = body.get("options")
+    may_lack_inputs = isinstance(options, dict) and options.get("require_inputs") is False
+    if graph is None or body.get("open") or may_lack_inputs:
         return
     inputs = body["inputs"]
     read = read_inputs(graph)

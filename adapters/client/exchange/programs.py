@@ -66,7 +66,7 @@ def submission_body(
     not set any later.
 
     Raises:
-        TypeError: if the program is a function that was not called.
+        TypeError: if the program is a function that was not called, or text that is JSON.
     """
     if callable(program):
         name = getattr(program, "__name__", "program")
@@ -74,6 +74,8 @@ def submission_body(
     if isinstance(program, Submission | SourceSubmission):
         body: dict[str, Any] = dict(msgspec.to_builtins(program))
     elif isinstance(program, str):
+        if program.lstrip().startswith("{"):
+            raise TypeError("the text is JSON: pass the object that it contains")
         body = {"source": program}
     elif isinstance(program, Mapping) and ("program" in program or "source" in program):
         body = dict(program)
@@ -91,6 +93,11 @@ def submission_body(
     if requires_inputs and not body.get("open"):
         body["options"] = {"require_inputs": True, **(body.get("options") or {})}
     return body
+
+
+def is_id(text: str) -> bool:
+    """Return whether a string may be the id of a program; a text of a program is none."""
+    return not any(map(str.isspace, text.strip()))
 
 
 def new_id() -> str:

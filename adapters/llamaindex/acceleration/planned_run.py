@@ -14,7 +14,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ...call_errors import application_errors
 from ...client import Client
@@ -65,7 +65,8 @@ class PlannedRun:
         self._num_names = 0
         self._num_streams = 0
         self._is_over = False
-        self._wake = client.io_thread.wake
+        self.io_thread: Final = client.io_thread
+        """Sends the requests of the run, and receives its events."""
 
     def plan(self, calls: Sequence[PlannedCall]) -> None:
         """Start calls that the app is expected to make."""
@@ -124,7 +125,7 @@ class PlannedRun:
 
         # The I/O thread runs `release`: the garbage collector may run in a thread that holds a lock
         # of the run.
-        weakref.finalize(stream, self._wake, release).atexit = False
+        weakref.finalize(stream, self.io_thread.wake, release).atexit = False
 
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.

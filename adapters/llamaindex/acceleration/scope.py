@@ -92,6 +92,12 @@ class Scope:
         if text not in self.report.notes:
             self.report.notes.append(text)
 
+    @property
+    def is_in_collection(self) -> bool:
+        """Whether the garbage collector runs on the current thread, and the run is not over."""
+        runs = list(self._runs.values())  # without the lock: another thread may hold it
+        return not self.is_over and any(run.io_thread.is_in_collection for run in runs)
+
     def hold(self) -> None:
         """Keep the run open until one more `release`."""
         with self.lock:

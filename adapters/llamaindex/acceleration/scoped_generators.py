@@ -7,6 +7,7 @@ Invariant: a generator holds its run until it ends, is closed, or is garbage col
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,29 @@ class ScopedGenerator(Generator[Any, Any, None]):
             raise
 
 
+class HistoryThread(threading.Thread):
+    """Stands for the thread in which LlamaIndex reads a chat stream and writes its answer down.
+
+    LlamaIndex joins that thread when the app's generator of the same answer is closed, and the
+    garbage collector may close the generator on the thread that sends and receives for the run. The
+    reader would then wait for events that this thread cannot receive.
+    """
+
+    def __init__(self, thread: threading.Thread, scope: Scope) -> None:
+        super().__init__(name=thread.name)
+        self._reader = thread
+        self._scope = scope
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the reader, except in a collection while the run needs other threads."""
+        if not self._scope.is_in_collection:
+            self._reader.join(timeout)
+
+    def is_alive(self) -> bool:
+        """Return whether the reader runs."""
+        return self._reader.is_alive()
+
+
 class AsyncScopedGenerator(AsyncGenerator[Any, Any]):
     """An asynchronous generator whose steps belong to a run."""
 
@@ -126,12 +150,15 @@ def scoped_result(result: Any, scope: Scope) -> Any:
 
 
 def scope_chat_stream(response: StreamingAgentChatResponse, scope: Scope) -> None:
-    """Let the stream of a chat response hold a run, once.
+    """Let the stream of a chat response hold a run, once, and make its reader safe to join.
 
     A thread or task of LlamaIndex may read the stream before the method of the chat engine returns.
     So this runs at the start of that reader as well as at the end of the method.
     """
     with scope.lock:
+        reader = response.write_response_to_history_thread
+        if reader is not None and not isinstance(reader, HistoryThread):
+            response.write_response_to_history_thread = HistoryThread(reader, scope)
         if isinstance(response.chat_stream, Generator):
             if not isinstance(response.chat_stream, ScopedGenerator):
                 response.chat_stream = ScopedGenerator(response.chat_stream, scope)

@@ -86,8 +86,17 @@ class PlanningSpanHandler(BaseSpanHandler[BaseSpan]):
                 plan_part(scope, instance, method, bound_args.arguments, name)
         return None
 
-    def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no span is kept."""
+    def prepare_to_exit_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        result: Any | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Let the stream of a chat response hold the run. No span is kept."""
+        if isinstance(result, StreamingAgentChatResponse) and (scope := active_scope()) is not None:
+            scope_chat_stream(result, scope)
 
     def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no span is kept."""

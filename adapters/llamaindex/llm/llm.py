@@ -96,7 +96,7 @@ class Conure(FunctionCallingLLM):
     """An open client, used instead of `base_url`. The LLM does not close it."""
     temperature: float | None = None
     """0 decodes greedily. None: 1."""
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of an answer. None: all that the model's context leaves."""
     top_p: float | None = None
     stop: list[str] | None = None

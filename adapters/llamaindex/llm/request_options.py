@@ -28,6 +28,11 @@ def refuse_unknown(owner: type[BaseModel], given: Any) -> Any:
         ValueError: with the name of the argument.
     """
     if isinstance(given, Mapping):
+        for name in given.keys() & _SAMPLING - owner.model_fields.keys():
+            raise ValueError(
+                f"unknown argument {name}={given[name]!r} of Conure; {name} is an option of calls: "
+                f"pass additional_kwargs={{{name!r}: {given[name]!r}}}"
+            )
         check_arguments(given, owner.model_fields, "Conure")
     return given
 

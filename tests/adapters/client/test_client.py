@@ -747,6 +747,44 @@ async def test_run_rejects_steps_without_functions(caller: Any, double: Any) -> 
     assert double.seen == []
 
 
+async def test_attached_client_leaves_steps_without_function_to_others(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    run = await attached(caller, double, kit)
+    double.on("GET", PROGRAM, kit.status("running"))
+    chunks = [requested(kit, 2, "r", name="of another client"), kit.finished(4)]
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=chunks))
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 1}))
+    result = await caller(run.serve_client_steps, {"double": print})
+    assert result.outputs == {"out": 1}
+    assert put_bodies(double) == []
+
+
+async def test_outputs_of_an_append_belong_to_the_result(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", f"{PROGRAM}/nodes", kit.status("running"))
+    run = await caller(caller.client.submit, {"nodes": []}, open=True)
+    run.outputs = []
+    await caller(run.append, {"outputs": ["out"]})
+    assert run.outputs == ["out"]
+
+
+@pytest.mark.parametrize("text", ["x: int\nreturn x", "return gen('hi')"])
+async def test_text_can_be_explained(caller: Any, double: Any, kit: Any, text: str) -> None:
+    double.on(
+        "POST", "/v1/programs/explain", kit.Answer(400, kit.problem(400, "seen", "it arrived"))
+    )
+    with pytest.raises(ProgramError, match="it arrived"):
+        await caller(caller.client.explain, text)
+
+
+async def test_text_that_is_json_is_refused(caller: Any) -> None:
+    with pytest.raises(TypeError, match="pass the object"):
+        await caller(caller.client.submit, '{"nodes": []}')
+
+
 async def test_an_appended_step_without_function_fails(caller: Any, double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     chunks = [requested(kit, 2, "r", name="new"), kit.finished(4, "failed")]

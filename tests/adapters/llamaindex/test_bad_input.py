@@ -138,7 +138,12 @@ async def test_invalid_call_raises_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "cure"), [("temprature", "did you mean `temperature`"), ("beams", "it has ")]
+    ("name", "cure"),
+    [
+        ("temprature", "did you mean `temperature`"),
+        ("beams", "it has "),
+        ("top_k", "top_k is an option of calls"),
+    ],
 )
 def test_unknown_argument_of_the_class_is_refused(name: str, cure: str) -> None:
     with pytest.raises(ValidationError, match=f"unknown argument {name}=0 of Conure; {cure}"):

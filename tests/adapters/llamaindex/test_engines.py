@@ -7,7 +7,10 @@ choices, sub-questions and tool calls.
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -275,6 +278,23 @@ async def test_chat_engine_streams_one_answer_and_keeps_the_history(
     await all_ended(llm.connection(), submitted)
     for report in reports:
         assert llm.connection().attach(report.programs[0]).status().status == "done"
+
+
+def test_chat_stream_may_be_collected_on_the_thread_that_sends_requests(tmp_path: Path) -> None:
+    slow = Config(engine="fake", data=tmp_path, time_per_output_token=0.01)
+    with Client(app=create_app(slow)) as client:
+        llm = Conure(client=client, temperature=0, max_tokens=60, context_window=8000)
+        fast = accelerate(CHATS["simple"](llm))
+        texts = fast.stream_chat("Tell a long story.").response_gen
+        next(texts)
+        cycle: list[object] = [texts]
+        cycle.append(cycle)
+        del texts, cycle
+        is_collected = threading.Event()
+        client.io_thread.wake(gc.collect)
+        client.io_thread.wake(is_collected.set)
+        assert is_collected.wait(60), "the collection waits for the reader of the stream"
+        assert str(fast.chat("Is it over?"))
 
 
 def add(a: int, b: int) -> int:

@@ -231,6 +231,7 @@ def test_missing_input_is_named_before_submitting(
     [
         {"program": PROGRAM, "inputs": {"topic": None}},
         {"program": PROGRAM, "open": True},  # a later request may set the value
+        {"program": PROGRAM, "options": {"require_inputs": False}},
         {"program": {"nodes": "the server rejects this"}},
     ],
 )

@@ -53,7 +53,7 @@ async def test_later_program_reads_a_value_that_calls_of_an_earlier_one_shared(
             calls = [generate(name, {"input": "report"}, f" {name}?") for name in ("x", "y")]
             program = await harness.submit(calls, outputs=["x", "y"], inputs={"report": LONG})
             status = await program.end()
-            assert status.receipt is not None
+            assert status.receipt
             computed.append(status.receipt.prompt_tokens.computed)
         assert computed[1] < 2 * BLOCK < computed[0]
 
