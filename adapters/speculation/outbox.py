@@ -47,8 +47,6 @@ exceed the size limit of a server."""
 MAX_UNDER_WAY = 16
 """Requests without an answer. What is added meanwhile is sent together."""
 MAX_NAME_LENGTH = 256
-TOO_LARGE = 413
-"""HTTP status of a request that exceeds the size limit of the server."""
 ENDED_CODES = ("session.ended", "session.closed")
 """Codes of an append to a program that has ended or was closed by another client."""
 UNKNOWN_PROGRAM = "program.not_found"
@@ -523,5 +521,4 @@ def _conure_error(failure: Exception) -> ConureError:
 
 def _is_fault_of_one_call(failure: Exception) -> bool:
     """Whether a smaller request may succeed. Against a wrong API key, for example, it cannot."""
-    is_invalid = isinstance(failure, ProgramError | PromptError | ExpressionError | ValueError)
-    return is_invalid or getattr(failure, "status", None) == TOO_LARGE
+    return isinstance(failure, ProgramError | PromptError | ExpressionError | ValueError)

@@ -1,13 +1,13 @@
 """Errors of source texts: a stable code, the position, and what to write instead.
 
 ProgramError
-`-- LanguageError
+`-- LanguageError                 `language.recursion`, and errors of the graph with their line
     |-- SourceSyntaxError         `language.syntax`, `language.template`
     |-- UnsupportedSourceError    `language.unsupported`: a construct the language lacks
     |-- SourceNameError           `language.undefined_name`, `language.maybe_unassigned`,
     |                             `language.unknown_function`
     |-- SourceArgumentError       `language.argument`, `language.constant`, `language.type`
-    `-- SourceTooLargeError       `language.too_large`, `language.recursion` (413)
+    `-- SourceTooLargeError       `language.too_large` (413)
 """
 
 from __future__ import annotations

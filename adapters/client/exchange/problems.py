@@ -73,6 +73,7 @@ _CLASSES: Final[Mapping[int, type[ConureError]]] = {
     400: ProgramError,
     404: NotFoundError,
     409: ConflictError,
+    413: ProgramError,
     422: ExpressionError,
     424: RunError,
     429: UnavailableError,

@@ -15,9 +15,9 @@ from ...program.ir import CallNode, ClientNode, ExprNode, KillNode, TryNode, Wai
 from ...program.nodes import NODE_KINDS
 from ...program.suggestion import suggestion
 from ..errors import (
+    LanguageError,
     SourceArgumentError,
     SourceNameError,
-    SourceTooLargeError,
     UnsupportedSourceError,
     position_of,
 )
@@ -314,4 +314,4 @@ _CALLS: Final[dict[str, Callable[[Lowerer, ast.Call, NameScope, str | None], Val
 def too_deep(node: ast.Call) -> NoReturn:
     """Refuse functions that call each other without end, or too deeply."""
     message = "functions call each other too deeply: a function cannot call itself"
-    raise SourceTooLargeError("language.recursion", message, position_of(node))
+    raise LanguageError("language.recursion", message, position_of(node))

@@ -272,6 +272,7 @@ def test_only_the_field_makes_a_503_final() -> None:
         (400, "prompt.too_long", errors.PromptError),
         (404, "program.not_found", errors.NotFoundError),
         (409, "variable.committed", errors.ConflictError),
+        (413, "language.too_large", errors.ProgramError),
         (422, "expr.json", errors.ExpressionError),
         (424, "run.killed", errors.RunError),
         (424, "prompt.too_long", errors.PromptError),

@@ -313,7 +313,7 @@ def appended(sent: Sent) -> OutboxRequest:
     "failure",
     [
         ConflictError("session.ended", "it has ended"),
-        RunError("quota.journal_bytes", "too much", status=413),
+        ProgramError("quota.journal_bytes", "too much", status=413),
     ],
 )
 def test_calls_that_a_program_does_not_take_go_to_another_one(

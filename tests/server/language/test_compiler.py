@@ -741,7 +741,7 @@ def test_the_value_of_a_returned_call_is_the_result() -> None:
 
 def test_recursion_is_refused() -> None:
     error = error_of("def f(x):\n    return f(x)\nyield f(1)")
-    assert error.code == "language.recursion"
+    assert (error.code, error.status) == ("language.recursion", 400)
 
 
 def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
