@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from ..program.checks import is_name
 from ..program.content import Expression, Segment
 from ..program.errors import NotFoundError, ProgramError
+from ..program.expressions.value_schema import find_mismatch
 from ..program.ir import GenerateNode, Node, Program, Variable, YieldNode
 from ..program.nodes.bodies import walk as walk_nodes
 from ..program.suggestion import suggestion
@@ -292,6 +293,9 @@ def _declare_inputs(
         if each.default is not None:
             what = f"the default of `{each.name}`"
             default = statements.expressions.constant(each.default, scope, what)
+            if (mismatch := find_mismatch(default, variable)) is not None:
+                message = f"`{each.name}` {mismatch}: change its default"
+                raise SourceArgumentError("language.argument", message, each.default)
             variable = replace(variable, default=default)
         scope.declare_input(
             each.name, "any" if each.annotation is None else input_kind(each.annotation)
@@ -400,7 +404,10 @@ def locate(error: ProgramError | NotFoundError, program: Program) -> ProgramErro
     if isinstance(error, NotFoundError):
         message = f"line {line}, column 1: {error.message}"
         return NotFoundError(error.code, message, path=f"source:{line}:1")
-    moved = LanguageError(error.code, error.message, Position(line, 1))
+    message = error.message
+    if field := error.path[len(found) + 1 :]:
+        message = message.replace(f"`{error.path}`", f"`{field}`")
+    moved = LanguageError(error.code, message, Position(line, 1))
     moved.status = error.status
     return moved
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ..program.content import Constraint, Json
+import msgspec
+
+from ..program.content import Constraint, Json, Sampling
+from ..program.decoding.typed_json import convert_record
 from ..program.suggestion import suggestion
 from .errors import Place, SourceArgumentError
 
@@ -85,10 +88,8 @@ def read_options(options: dict[str, Json], place: Place) -> CallOptions:
     for name, value in options.items():
         if value is None:
             continue
-        if name == "stop":
-            output[name] = [value] if isinstance(value, str) else value
-        elif name in SAMPLING:
-            output[name] = value
+        if name in SAMPLING:
+            output |= _sampling_field(name, value)
         elif name in _NODE_FIELDS:
             node[_NODE_FIELDS[name]] = value
         elif name in TOOL_FIELDS:
@@ -105,6 +106,10 @@ def read_options(options: dict[str, Json], place: Place) -> CallOptions:
         message = "`stream=True` gives a text: leave out the type"
         raise SourceArgumentError("language.argument", message, place)
     return CallOptions(output, node, kind, is_stream)
+
+
+def _sampling_field(name: str, value: Json) -> dict[str, Json]:
+    return {name: [value] if name == "stop" and isinstance(value, str) else value}
 
 
 def _add_constraint(output: dict[str, Any], name: str, value: Json, place: Place) -> Kind:
@@ -142,6 +147,22 @@ def check_option(name: str, place: Place) -> None:
     hint = suggestion(name, OPTIONS, f"the options are {_listed_options()}")
     message = f"unknown option `{name}`: {hint}"
     raise SourceArgumentError("language.argument", message, place)
+
+
+def check_option_value(name: str, value: Json, place: Place) -> None:
+    """Check the value of a sampling option. The graph checks those of other options.
+
+    Raises:
+        SourceArgumentError: `language.argument`.
+    """
+    if value is None or name not in SAMPLING:
+        return
+    try:
+        convert_record(_sampling_field(name, value), Sampling)
+    except msgspec.ValidationError as error:
+        reason = str(error).partition(" - at ")[0]
+        message = f"`{name}` cannot be {repr(value)[:80]}: {reason[0].lower()}{reason[1:]}"
+        raise SourceArgumentError("language.argument", message, place) from None
 
 
 def check_slot_option(name: str, place: Place) -> None:

@@ -177,10 +177,14 @@ def _refuse_function(lowerer: Lowerer, node: ast.Call, name: str, scope: NameSco
     signatures = lowerer.signatures or {}
     known = [*signatures, *FUNCTIONS, *_CALLS, *scope.known_names()]
     otherwise = (
-        f"write a `def`; the language has {', '.join(FUNCTIONS)}, and the server "
+        f"write a `def`; the language has {', '.join((*_CALLS, *FUNCTIONS))}, and the server "
         f"{', '.join(sorted(signatures)) or 'no functions'}"
     )
-    hint = OPTIONAL_FUNCTIONS.get(name) or suggestion(name, known, otherwise, similarity=0.8)
+    hint = (
+        OPTIONAL_FUNCTIONS.get(name)
+        or suggestion(name, known, similarity=0.8)
+        or suggestion(name, _CALLS, otherwise)
+    )
     message = f"unknown function `{name}`: {hint}"
     raise SourceNameError("language.unknown_function", message, position_of(node))
 

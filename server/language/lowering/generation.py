@@ -14,7 +14,15 @@ from msgspec import UNSET
 from ...program.content import Constraint, Expression, Json, Message, Output, Segment
 from ...program.ir import GenerateNode
 from ..errors import Place, SourceArgumentError
-from ..options import TOOL_FIELDS, TYPE_OPTIONS, CallOptions, Kind, check_option, read_options
+from ..options import (
+    TOOL_FIELDS,
+    TYPE_OPTIONS,
+    CallOptions,
+    Kind,
+    check_option,
+    check_option_value,
+    read_options,
+)
 from .interfaces import Lowerer
 from .scope import NameScope
 from .values import Value, text_of, var
@@ -46,11 +54,13 @@ def option_value(lowerer: Lowerer, name: str, node: ast.expr, scope: NameScope) 
     """Return the value of an option, which must be a constant or, as `type=int`, a type.
 
     Raises:
-        SourceArgumentError: `language.constant`.
+        SourceArgumentError: `language.constant`, or `language.argument` for a wrong value.
     """
     if name in TYPE_OPTIONS and type(node) is ast.Name and node.id in _TYPE_NAMES:
         return node.id
-    return lowerer.constant(node, scope, f"`{name}`")
+    value = lowerer.constant(node, scope, f"`{name}`")
+    check_option_value(name, value, node)
+    return value
 
 
 # --- calls ------------------------------------------------------------------------------------

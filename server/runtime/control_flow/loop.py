@@ -15,6 +15,7 @@ from ...program.expressions.values import is_true
 from ...program.graph.instances import BodyInstance, end_of_round
 from ...program.ir import Expression, Json, LoopNode, RoundEndNode
 from ...program.nodes.base import ENTER, OUTPUT
+from ...program.nodes.loop import MAX_ROUNDS
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import Expansion, Ready
 from ..persistence.journaled_events import ExpansionHistory
@@ -116,8 +117,7 @@ class RoundExecutor(NodeExecutor[RoundEndNode]):
             node.until is UNSET or not is_true(self._evaluate(node.until, False))
         )
         if more and index + 1 >= loop.max_iter:
-            message = f"loop {loop.id} did not end within {loop.max_iter} rounds, its `max_iter`"
-            raise RunError("loop.exhausted", message)
+            raise RunError("loop.exhausted", _exhausted(loop, num_instances(self.state, loop)))
         ready: list[Ready] = []
         for name, value in values.items():
             ready += self.context.publish(name, value, node.id)
@@ -161,6 +161,15 @@ def start_round(context: NodeContext, node: LoopNode, index: int) -> None:
     is_last = _is_last(state, node, index) or index + 1 >= node.max_iter
     context.announce(node.id, [] if is_last else _instances(state, node, index + 1))
     start_instances(context, node.id, expansion)
+
+
+def _exhausted(loop: LoopNode, num_rounds: int | None) -> str:
+    if num_rounds is None:
+        return f"loop {loop.id} did not end within {loop.max_iter:,} rounds, its `max_iter`"
+    message = f"loop {loop.id} has {num_rounds:,} rounds, and its `max_iter` is {loop.max_iter:,}"
+    if loop.items is UNSET or num_rounds > MAX_ROUNDS:
+        return message
+    return f"{message}; in a text, a slice such as `items[:{num_rounds}]` allows more"
 
 
 def _loop_of(state: ProgramState, node: RoundEndNode) -> tuple[LoopNode, int]:

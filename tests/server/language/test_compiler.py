@@ -150,6 +150,43 @@ def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: 
     assert "lookup" in error.message
 
 
+@pytest.mark.parametrize("name", ["gne", "genn", "lookpu"])
+def test_the_name_of_a_function_that_was_meant_is_suggested(name: str) -> None:
+    error = error_of(f"yield {name}('x')", signatures={"lookup": ("key",)})
+    meant = "lookup" if name == "lookpu" else "gen"
+    assert f"unknown function `{name}`: did you mean `{meant}`?" in error.message
+
+
+def test_calls_come_first_in_the_list_of_functions() -> None:
+    error = error_of("yield rag('x')", signatures={"lookup": ("key",)})
+    assert "the language has llm_chat, gen, client, call, race" in error.message
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("max_tokens=-5", "`max_tokens` cannot be -5: expected `int` >= 1"),
+        ("temperature='hot'", "`temperature` cannot be 'hot': expected `float`, got `str`"),
+        ("stop=3", "`stop` cannot be 3: expected `array`, got `int`"),
+    ],
+)
+@pytest.mark.parametrize("call", ["llm_chat", "gen", "write"])
+def test_a_wrong_value_of_an_option_is_refused_at_its_position(
+    call: str, option: str, message: str
+) -> None:
+    function = 'def write(task):\n    """{{task}} {{name=text}}"""\n'
+    error = error_of(f"{function}yield {call}('x',\n    {option})")
+    column = 5 + option.index("=") + 1
+    assert (error.code, error.path) == ("language.argument", f"source:4:{column}")
+    assert message in error.message
+
+
+def test_a_wrong_default_of_an_input_is_refused_at_its_position() -> None:
+    error = error_of("x: int = None\nreturn x")
+    assert (error.code, error.path) == ("language.argument", "source:1:10")
+    assert "`x` is declared as int, got null: change its default" in error.message
+
+
 def test_a_function_that_an_option_adds_is_refused_with_the_option() -> None:
     error = error_of("yield python('1')", signatures={"lookup": ("key",)})
     assert "unknown function `python`: start the server with `--allow python`" in error.message
@@ -745,12 +782,13 @@ def test_recursion_is_refused() -> None:
 
 
 def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
-    program = compile_source("a = gen('x')\nb = gen('y', temperature=-1)\nyield [a, b]")
+    program = compile_source("a = gen('x')\nb = gen('y', timeout=-1)\nyield [a, b]")
     with pytest.raises(ProgramError) as caught:
         revalidate(Submission(program=program))
     located = locate(caught.value, program)
     assert isinstance(located, LanguageError)
     assert located.line == 2
+    assert located.message == "line 2, column 1: Expected `float` > 0.0 at `timeout_s`"
 
 
 # --- what the language lacks ------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_program_and_inputs_together_are_bounded() -> None:
 
 def test_an_invalid_option_gets_the_line_of_the_call() -> None:
     with pytest.raises(LanguageError, match="line 2, column 1: ") as caught:
-        SourceCompiler([]).compile(SourceSubmission(source="\nyield gen('a', top_p=7)"))
+        SourceCompiler([]).compile(SourceSubmission(source="\nyield gen('a', timeout=-1)"))
     assert caught.value.path == "source:2:1"
 
 

@@ -77,6 +77,28 @@ async def test_loop_beyond_max_iter_is_exhausted(tmp_path: Path, fields: Json) -
         assert "e.2" not in status.nodes
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"until": False}, "loop l did not end within 2 rounds, its `max_iter`"),
+        ({"count": 1_500}, "loop l has 1,500 rounds, and its `max_iter` is 2"),
+        (
+            {"items": {"range": [1_500]}},
+            "loop l has 1,500 rounds, and its `max_iter` is 2; in a text, a slice such as "
+            "`items[:1500]` allows more",
+        ),
+    ],
+)
+async def test_an_exhausted_loop_names_its_rounds(
+    tmp_path: Path, fields: Json, message: str
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        node = loop(expr("e", 1, "o"), max_iter=2, **fields)
+        status = await (await harness.submit([node])).end()
+        assert status.error
+        assert status.error.message.removeprefix("l.1: ") == message
+
+
 async def test_loop_with_exactly_max_iter_rounds_succeeds(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         node = loop(expr("e", var("n"), "o"), count=2, max_iter=2, carry={"n": [0, var("o")]})
