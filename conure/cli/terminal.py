@@ -73,13 +73,30 @@ class PrintedFailures:
 
     def __init__(self) -> None:
         self._printed: set[tuple[str, str]] = set()
+        self._lines: dict[tuple[str, str], int] = {}
+        """The line of the text whose node failed so."""
+        self._node_lines: dict[str, int] = {}
+        """The lines of the failures of nodes, for the nodes around them."""
+
+    def note(self, event: Event) -> None:
+        """Record the line of the text that an event reports as failed."""
+        data: Mapping[str, Any] = event.data
+        meta = data.get("meta")
+        if event.type != "node.failed" or not isinstance(meta, dict):
+            return
+        line = self._node_lines.get(data.get("cause", ""), meta.get("line"))
+        if isinstance(line, int):
+            self._node_lines[data["node"]] = line
+            self._lines[data.get("code", ""), data.get("message", "")] = line
 
     def describe(self, code: str, message: str) -> str:
-        """Return code and message the first time, and an empty text afterwards."""
+        """Return code, line and message the first time, and an empty text afterwards."""
         if (code, message) in self._printed:
             return ""
         self._printed.add((code, message))
-        return f"{code}: {message}" if message else code
+        line = self._lines.get((code, message))
+        parts = (code, f"line {line}" if line else "", message)
+        return ": ".join(part for part in parts if part)
 
 
 class Progress(Protocol):

@@ -143,6 +143,7 @@ def _follow(
         sys.stderr.write(f"{submitted.id}: accepted\n")
     with progress(url, failures, is_verbose=is_verbose) as view:
         for event in submitted.events():
+            failures.note(event)
             view.show(event)
     return submitted.status()
 

@@ -162,6 +162,23 @@ def test_one_failure_of_many_outputs_is_printed_once(
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = 1\ny = parse_json('[0]')[0]\nz = [\n    x / y]\nyield z", 3),
+        ("x = 0\nfor i in range(3):\n    y = 1\n    x = y / (x - i)\nyield x", 4),
+    ],
+)
+def test_a_failure_of_a_text_has_its_line(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, line: int
+) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(source)
+    for options in ([], ["-v"]):
+        assert main(["run", str(text), "--url", url, *options]) == 1
+        assert f"failed, expr.value: line {line}: " in capsys.readouterr().err
+
+
 def test_the_last_lines_contain_a_failure_that_the_progress_did_not_print(
     url: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
