@@ -184,10 +184,8 @@ def _outputs(emitter: Emitter, scope: NameScope) -> list[str]:
 
 def _returned(emitter: Emitter, scope: NameScope, result: Value) -> list[str]:
     """Return the output variables of `return`: one for each key of a dict."""
-    expression = result.expression
-    if result.variable is None and isinstance(expression, dict) and "object" in expression:
-        fields = expression["object"]
-        return [_named(emitter, scope, Value(item), key) for key, item in fields.items()]
+    if result.fields is not None:
+        return [_named(emitter, scope, Value(item), key) for key, item in result.fields.items()]
     return [result.variable or _named_result(emitter, scope, result)]
 
 

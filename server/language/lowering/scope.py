@@ -346,7 +346,9 @@ class NameScope:
         """Create the variable of a returned value, and return it."""
         name = self.result_name
         self._has_result = False
-        return name or self.emitter.unique("result")
+        if self._uses is not None and "result" in self._uses.forward:
+            return self.emitter.unique("result")  # a job reads the author's `result` before
+        return name or self.version("result")
 
     def version(self, name: str) -> str:
         """Create a version of a name, and return its variable.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from ...program.checks import is_name
 from ...program.content import Json
 from ...program.expressions.evaluate import variables
 from ...program.ir import IfNode, Job, KillNode, WaitNode, YieldNode
@@ -150,11 +151,16 @@ class StatementLowerer:
         with the name `result`.
         """
         if isinstance(node, ast.Dict):
-            return self.expressions.lower_dict(node, scope, scope.version)
+            value = self.expressions.lower_dict(node, scope, scope.version)
+            _check_output_names(value, node)
+            return value
         hint = scope.result_name
         value = self.expressions.lower(node, scope, hint)
-        is_named = isinstance(node, ast.Name) or value.variable in (None, hint)
-        if is_named or value.kind == "stream":
+        if isinstance(node, ast.Name) and value.variable is None and value != NULL:
+            variable = scope.version(node.id)
+            return var(self.emitter.expr(value.expression, variable, is_named=True), value.kind)
+        if value.variable in (None, hint) or isinstance(node, ast.Name) or value.kind == "stream":
+            _check_output_names(value, node)
             return value
         name = scope.result_variable()
         return var(self.emitter.expr(value.expression, name, is_named=True), value.kind)
@@ -423,6 +429,15 @@ _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
     "priority": lambda value: type(value) is int and -100 <= value <= 100,
     "timeout": lambda value: type(value) in (int, float) and 0 < value <= 7 * 86_400,
 }
+
+
+def _check_output_names(value: Value, node: ast.expr) -> None:
+    """Refuse a returned dict with a key that cannot name an output."""
+    for key in value.fields or ():
+        if not is_name(key):
+            message = f"an output cannot have the name {key[:40]!r}: use letters, digits and `_`, "
+            message += "or give the dict a name, as in `return {'result': value}`"
+            raise SourceArgumentError("language.argument", message, node)
 
 
 def _check_count(names: list[str], values: list[Any], node: ast.Assign) -> None:

@@ -37,6 +37,13 @@ class Value(Struct, frozen=True):
         return None
 
     @property
+    def fields(self) -> dict[str, Expression] | None:
+        """The fields of a dict that the text writes out; None for any other expression."""
+        expression = self.expression
+        fields = expression.get("object") if isinstance(expression, dict) else None
+        return fields if isinstance(fields, dict) else None
+
+    @property
     def reference(self) -> Expression:
         """The value for a field in which a bare string names a variable, as `cond` of an `if`."""
         expression = self.expression

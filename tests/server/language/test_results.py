@@ -106,13 +106,40 @@ def test_the_keys_of_a_returned_dict_are_the_names_of_the_results(value: str) ->
         ("a = gen('A')\nb = gen(a)\nreturn {'a': b, 'b': a}", ["a", "b"]),
         ("a = gen('A')\na = gen(a)\nreturn {'a': a + '!'}", ["a"]),
         ("a = gen('A')\nreturn {'a': a, 'b': a}", ["a", "b"]),
-        ("a = gen('A')\nreturn {'my a': a}", ["my_a"]),
         ("n: int\nreturn {'n': n, 'a': gen('A')}", ["n", "a"]),
         ("n: int\nreturn n", ["n"]),
+        ("b = 2\nreturn b", ["b"]),
+        ("result = 1\nreturn result", ["result"]),
+        ("result = gen('A')\nreturn len(result)", ["result"]),
+        ("result = gen('A')\nyield result\nreturn len(result)", ["result", "result_2"]),
+        ("result = 1\nif gen('A') == 'x':\n    return 2\nreturn result", ["result"]),
+        ("result: str\nreturn result + '!'", ["result_2"]),
+        ("yield gen('A')\nreturn None", ["text"]),
     ],
 )
 def test_return_names_its_values(source: str, outputs: list[str]) -> None:
     assert compile_source(source).outputs == outputs
+
+
+@pytest.mark.parametrize("key", ["my a", "a-b", "1", "", "a" * 129])
+def test_a_key_that_cannot_name_an_output_is_refused(key: str) -> None:
+    function = f"def f(x):\n    return {{{key!r}: x}}\na = gen('A')\n"
+    for value in (f"{{'b': a, {key!r}: a}}", "f(a)"):
+        assert f"cannot have the name {key[:40]!r}" in error_of(f"{function}return {value}")
+    assert compile_source(f"{function}d = f(a)\nreturn d").outputs == ["d"]
+
+
+async def test_a_job_reads_its_own_result_and_not_the_returned_one(tmp_path: Path) -> None:
+    source = """
+with job():
+    yield {'first': result}
+with job():
+    result = gen('A', max_tokens=4)
+return len(result)
+"""
+    async with server_harness(tmp_path) as harness:
+        ((first,), outputs) = await run(harness, source)
+    assert outputs == {"result": first["first"], "result_2": 4}
 
 
 async def test_a_procedure_may_return_a_parameter(tmp_path: Path) -> None:
