@@ -152,7 +152,7 @@ class StatementLowerer:
         """
         if isinstance(node, ast.Dict):
             value = self.expressions.lower_dict(node, scope, scope.version)
-            _check_output_names(value, node)
+            _check_output_names(value, node, scope)
             return value
         hint = scope.result_name
         value = self.expressions.lower(node, scope, hint)
@@ -160,7 +160,7 @@ class StatementLowerer:
             variable = scope.version(node.id)
             return var(self.emitter.expr(value.expression, variable, is_named=True), value.kind)
         if value.variable in (None, hint) or isinstance(node, ast.Name) or value.kind == "stream":
-            _check_output_names(value, node)
+            _check_output_names(value, node, scope)
             return value
         name = scope.result_variable()
         return var(self.emitter.expr(value.expression, name, is_named=True), value.kind)
@@ -431,9 +431,12 @@ _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
 }
 
 
-def _check_output_names(value: Value, node: ast.expr) -> None:
+def _check_output_names(value: Value, node: ast.expr, scope: NameScope) -> None:
     """Refuse a returned dict with a key that cannot name an output."""
-    for key in value.fields or ():
+    for key, item in (value.fields or {}).items():
+        if key in scope.inputs and item != {"var": key}:
+            message = f"`{key}` is an input and keeps its value: return this one as another name"
+            raise SourceArgumentError("language.argument", message, node)
         if not is_name(key):
             message = f"an output cannot have the name {key[:40]!r}: use letters, digits and `_`, "
             message += "or give the dict a name, as in `return {'result': value}`"

@@ -129,6 +129,12 @@ def test_a_key_that_cannot_name_an_output_is_refused(key: str) -> None:
     assert compile_source(f"{function}d = f(a)\nreturn d").outputs == ["d"]
 
 
+@pytest.mark.parametrize("value", ["n + 1", "gen('A')", "a"])
+def test_a_returned_dict_gives_an_input_no_other_value(value: str) -> None:
+    message = error_of(f"n: int\na = gen('B')\nreturn {{'a': a, 'n': {value}}}")
+    assert "`n` is an input and keeps its value" in message
+
+
 async def test_a_job_reads_its_own_result_and_not_the_returned_one(tmp_path: Path) -> None:
     source = """
 with job():
