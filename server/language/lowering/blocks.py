@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from ...program.checks import is_name
+from ...program.content import Expression
 from ...program.ir import Node
 from ..syntax import NameReads
 from .emitter import Emitter, Flow
@@ -109,15 +111,61 @@ def merge_branches(
         if all(value == values[0] for value in values):
             scope.bind(name, values[0])
             continue
+        if name == RETURN and scope.has_outputs and _have_same_names(scope, values):
+            scope.bind(name, _merged_results(emitter, scope, branches, values, merges))
+            continue
         variable = scope.result_variable() if name == RETURN else scope.version(name.strip("%"))
-        merges[variable] = []
-        for branch, value in zip(branches, values, strict=True):
-            with emitter.inside(branch.block):
-                merges[variable].append(emitter.variable_of(value, name.strip("%")))
+        merges[variable] = _variables_of(emitter, branches, values, name.strip("%"))
         kind = common_kind([value.kind for value in values])
         is_answer = all(value.is_answer for value in values)
         scope.bind(name, Value({"var": variable}, kind, is_answer=is_answer))
     return merges
+
+
+def _variables_of(
+    emitter: Emitter, branches: Sequence[Branch], values: Iterable[Value], hint: str
+) -> list[str]:
+    """Return the variable of each branch's value."""
+    variables = []
+    for branch, value in zip(branches, values, strict=True):
+        with emitter.inside(branch.block):
+            variables.append(emitter.variable_of(value, hint))
+    return variables
+
+
+def _have_same_names(scope: NameScope, returned: Sequence[Value]) -> bool:
+    """Whether all branches return dicts with the same keys, which can name outputs.
+
+    The value under the name of an input can only be that input.
+    """
+    dicts = [each.fields for each in returned if each.fields is not None]
+    if len(dicts) < len(returned) or any(each.keys() != dicts[0].keys() for each in dicts):
+        return False
+    return all(
+        all(each[key] == {"var": key} for each in dicts) if scope.is_input(key) else is_name(key)
+        for key in dicts[0]
+    )
+
+
+def _merged_results(
+    emitter: Emitter,
+    scope: NameScope,
+    branches: Sequence[Branch],
+    returned: Sequence[Value],
+    merges: dict[str, list[str]],
+) -> Value:
+    """Merge the dicts that branches return, key by key, and return the dict of the results."""
+    results: dict[str, Expression] = {}
+    dicts = [each.fields or {} for each in returned]
+    for key, first in dicts[0].items():
+        values = [Value(each[key]) for each in dicts]
+        if all(value == values[0] for value in values):
+            results[key] = first
+            continue
+        variable = scope.version(key)
+        merges[variable] = _variables_of(emitter, branches, values, key)
+        results[key] = {"var": variable}
+    return Value({"object": results}, "object")
 
 
 def merge_outputs(

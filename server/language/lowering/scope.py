@@ -18,7 +18,6 @@ from ...program.checks import MAX_NAME, is_name
 from ...program.suggestion import suggestion
 from ..errors import Place, SourceNameError
 from ..options import Kind
-from ..syntax import can_jump
 from .emitter import Emitter
 from .values import Value, var
 
@@ -104,25 +103,36 @@ class NameUses:
 
 
 def _returned_names(body: list[ast.stmt]) -> set[str]:
-    """Return the keys of the dict at the end of a program that need their own variables.
+    """Return the keys of the dicts that a program returns, if they need their own variables.
 
-    `{"name": name}` is the variable itself.
+    `{"name": name}` is the variable itself. Dicts with different keys become one result.
     """
-    if any(map(can_jump, body[:-1])):
-        return set()  # the statements after an earlier `return` are part of a branch
-    match body[-1:]:
-        case [ast.Return(value=ast.Dict(keys=keys, values=values))]:
-            pairs = zip(keys, values, strict=True)
-            return {
-                key.value
-                for key, value in pairs
-                if isinstance(key, ast.Constant)
-                and isinstance(key.value, str)
-                and is_name(key.value)
-                and not (isinstance(value, ast.Name) and value.id == key.value)
-            }
-        case _:
-            return set()
+    dicts: list[dict[str, ast.expr]] = []
+    stack = list(body)
+    while stack:
+        match stack.pop():
+            case ast.Return(value=ast.Dict(keys=keys, values=values)):
+                pairs = zip(keys, values, strict=True)
+                dicts.append({_text_of(key): value for key, value in pairs})
+            case ast.Return():
+                return set()
+            case ast.If(body=then, orelse=otherwise):
+                stack += [*then, *otherwise]
+            case _:
+                pass
+    if any(each.keys() != dicts[0].keys() for each in dicts):
+        return set()
+    return {
+        key
+        for each in dicts
+        for key, value in each.items()
+        if is_name(key) and not (isinstance(value, ast.Name) and value.id == key)
+    }
+
+
+def _text_of(key: ast.expr | None) -> str:
+    """Return a literal key; an empty text for any other."""
+    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
 
 
 def _appended_name(node: ast.Expr) -> list[ast.AST]:

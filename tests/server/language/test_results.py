@@ -179,6 +179,57 @@ def test_a_returned_value_is_the_result(source: str) -> None:
     assert compile_source(source).outputs == ["result"]
 
 
+THREE_WAYS = """
+a = gen('A', max_tokens=4)
+n: int
+if n == 1:
+    return {'n': n, 'answer': 'first', 'a': a}
+elif n == 2:
+    answer = gen('B', max_tokens=4)
+    return {'answer': answer, 'a': len(answer), 'n': n}
+b = gen('C', max_tokens=4)
+return {'n': n, 'a': b, 'answer': llm_chat(b, max_tokens=4)['content']}
+"""
+
+
+async def test_all_branches_may_return_dicts_with_the_same_names(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        for n in (1, 2, 3):
+            source = THREE_WAYS.replace("n: int", f"n: int = {n}")
+            _, outputs = await run(harness, source)
+            assert outputs.keys() == {"n", "answer", "a"}
+            assert outputs["n"] == n
+            assert (outputs["answer"] == "first") == (n == 1)
+            assert (outputs["a"] == 4) == (n == 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("{'a': 1}", "{'b': 1}"),
+        ("{'a': 1}", "{'a': 1, 'b': 1}"),
+        ("{'a': 1}", "1"),
+        ("{'my a': 1}", "{'my a': 2}"),
+        ("{'q': q}", "{'q': 1}"),
+    ],
+)
+def test_branches_that_return_other_names_give_one_result(first: str, second: str) -> None:
+    for end in (f"return {second}", f"if q == 'y':\n    return {second}\nreturn {second}"):
+        source = f"q: str\nif q == 'x':\n    return {first}\n{end}"
+        assert compile_source(source).outputs == ["result"]
+
+
+def test_a_job_may_read_a_name_that_branches_return_later() -> None:
+    jobs = "with job():\n    yield a\nwith job():\n    a = gen('A')\n"
+    source = f"n: int\n{jobs}if n > 1:\n    return {{'a': a, 'b': 1}}\nreturn {{'b': 2, 'a': a}}"
+    assert compile_source(source).outputs == ["a", "b"]
+
+
+def test_a_path_without_a_return_gives_one_result() -> None:
+    source = "a = gen('A')\nif a:\n    return {'a': a}\nyield {'b': a}"
+    assert compile_source(source).outputs == ["result", "a"]
+
+
 async def test_nothing_runs_after_a_return_in_a_branch(tmp_path: Path) -> None:
     source = """
 a = gen('A', max_tokens=4)
