@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType, field
+from msgspec.structs import force_setattr
 
 from ..checks import check_expression, check_name, refuse_control
 from ..content import Expression, Name
@@ -25,6 +26,7 @@ class LoopNode(TemplateNode, frozen=True, kw_only=True, tag="loop"):
     items: Expression | UnsetType = UNSET
     """A list with one item for each round. A bare string names a variable."""
     count: Expression | UnsetType = UNSET
+    """A number of rounds. A bare string names a variable."""
     item: Name | UnsetType = field(default=UNSET, name="as")
     index: Name | UnsetType = UNSET
     carry: dict[Name, tuple[Expression, Expression]] = {}
@@ -32,9 +34,15 @@ class LoopNode(TemplateNode, frozen=True, kw_only=True, tag="loop"):
     in the next. Outside the loop it has the value after the last round."""
     body: Body
     until: Expression | UnsetType = UNSET
-    """Evaluated at the end of a round; true ends the loop."""
+    """Evaluated at the end of a round; true ends the loop. A bare string names a variable."""
     max_iter: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = DEFAULT_MAX_ROUNDS
     """The loop fails if it does not end after this number of rounds."""
+
+    def __post_init__(self) -> None:
+        # A constant text is neither a number of rounds nor a condition.
+        for name, expression in (("count", self.count), ("until", self.until)):
+            if isinstance(expression, str):
+                force_setattr(self, name, input_expression(expression))
 
     @property
     def decision_variable(self) -> str:

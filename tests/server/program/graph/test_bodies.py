@@ -194,6 +194,20 @@ REFUSED: list[tuple[str, list[Json], str, str, str]] = [
         "remove one of them",
     ),
     (
+        "a count of nothing known",
+        [loop(MADE, count="qq")],
+        "program.unknown_variable",
+        "program.nodes[0].count",
+        "did you mean `q`?",
+    ),
+    (
+        "an end of nothing known",
+        [loop(MADE, until="w")],
+        "program.unknown_variable",
+        "program.nodes[0].until",
+        "unknown variable `w`",
+    ),
+    (
         "a merge without a name for each handler",
         [try_(MADE, handlers=[{"body": [expr("h", 1)]}], merge={"o": ["v"]})],
         "program.control",

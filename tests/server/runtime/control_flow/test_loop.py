@@ -59,6 +59,19 @@ async def test_a_loop_ends_when_until_holds(tmp_path: Path) -> None:
         assert "l.3" not in (await program.end()).nodes
 
 
+@pytest.mark.parametrize("fields", [{"until": "is_last"}, {"count": "rounds"}])
+async def test_a_text_as_count_or_until_names_a_variable(tmp_path: Path, fields: Json) -> None:
+    async with server_harness(tmp_path) as harness:
+        following = expr("e", {"add": [var("n"), 1]}, "o")
+        is_last = expr("f", {"eq": [var("o"), 3]}, "is_last")
+        nodes = [
+            expr("r", 3, "rounds"),
+            loop(following, is_last, carry={"n": [0, var("o")]}, **fields),
+        ]
+        program = await harness.submit(nodes, outputs=["n"])
+        assert await program.value("n") == 3
+
+
 async def test_loop_without_rounds_returns_initial_values(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         node = loop(expr("e", var("n"), "o"), count=0, carry={"n": ["start", var("o")]})
