@@ -16,6 +16,7 @@ from msgspec import UNSET
 from conure.engine import protocol
 
 from ..program.errors import ProgramError, PromptError
+from ..program.expressions.placeholders import segment_path
 from ..program.ir import GenerateNode, Json, Message, Output, Segment
 from .chat_template import ChatTemplate
 from .model_notices import UNTRAINED_TOOLS
@@ -300,7 +301,7 @@ def outputs_of(node: GenerateNode, path: str) -> list[tuple[str, Output | Segmen
     """Return the outputs of a node, each with its path in the submission."""
     if isinstance(node.prompt, list):
         return [
-            (f"{path}.prompt[{i}]", segment)
+            (f"{path}.{segment_path(node.prompt, i)}", segment)
             for i, segment in enumerate(node.prompt)
             if segment.output is not UNSET
         ]
@@ -309,7 +310,10 @@ def outputs_of(node: GenerateNode, path: str) -> list[tuple[str, Output | Segmen
 
 def _segments(node: GenerateNode, path: str) -> list[tuple[str, Segment]]:
     if isinstance(node.prompt, list):
-        return [(f"{path}.prompt[{i}]", segment) for i, segment in enumerate(node.prompt)]
+        return [
+            (f"{path}.{segment_path(node.prompt, i)}", segment)
+            for i, segment in enumerate(node.prompt)
+        ]
     return [
         (f"{path}.messages[{i}].content[{j}]", segment)
         for i, message in enumerate(node.messages or [])

@@ -20,10 +20,30 @@ MAX_SEGMENTS = 10_000
 _MARK = re.compile(r"\{\{(?:(\{\{)|[ \t]{0,16}([A-Za-z_]\w*)[ \t]{0,16}\}\})?")
 
 
+class TextPrompt(list[Segment]):
+    """The segments of a prompt that was submitted as one text with an `output` next to it."""
+
+
 class NamedPlaceholder(NamedTuple):
     """A `{{name}}` in a text."""
 
     name: str
+
+
+def segment_path(prompt: list[Segment], index: int) -> str:
+    """Return where a segment of a prompt is in the submission."""
+    if not isinstance(prompt, TextPrompt):
+        return f"prompt[{index}]"
+    return "prompt" if prompt[index].output is UNSET else "output"
+
+
+def variable_path(prompt: list[Segment], index: int) -> str:
+    """Return where the variable of an input or an output is in the submission."""
+    path = segment_path(prompt, index)
+    is_input = prompt[index].output is UNSET
+    if isinstance(prompt, TextPrompt):
+        return path if is_input else f"{path}.variable"
+    return f"{path}.input" if is_input else f"{path}.output"
 
 
 def split_placeholders(text: str) -> list[str | NamedPlaceholder]:
@@ -63,7 +83,7 @@ def split_placeholders(text: str) -> list[str | NamedPlaceholder]:
     return parts
 
 
-def parse_prompt(text: str, output: Output | UnsetType) -> list[Segment]:
+def parse_prompt(text: str, output: Output | UnsetType) -> TextPrompt:
     """Return the segments of a prompt that is one text.
 
     Raises:
@@ -79,14 +99,14 @@ def parse_prompt(text: str, output: Output | UnsetType) -> list[Segment]:
         raise ValueError(f"the output `{mine.name}` occurs {parts.count(mine)} times in `prompt`")
     if mine not in parts:
         parts.append(mine)
-    return [
+    return TextPrompt(
         Segment(text=part)
         if isinstance(part, str)
         else _output_segment(output)
         if part == mine
         else Segment(input=part.name)
         for part in parts
-    ]
+    )
 
 
 def _output_segment(output: Output) -> Segment:

@@ -12,7 +12,7 @@ from ..checks import check_constraint, check_name, listed
 from ..content import MAX_TEXT, Expression, Json, Message, Output, Sampling, Segment
 from ..errors import ProgramError
 from ..expressions.evaluate import input_expression, variables
-from ..expressions.placeholders import MAX_SEGMENTS, parse_prompt
+from ..expressions.placeholders import MAX_SEGMENTS, parse_prompt, segment_path, variable_path
 from ..expressions.renaming import Renaming
 from ..seed import seed_of_name
 from ..slot import Slot, SlotInputs
@@ -81,16 +81,17 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
         slots: list[Slot] = []
         written: set[str] = set()
         for index, segment in enumerate(prompt):
-            path = f"prompt[{index}]"
+            path, name_path = segment_path(prompt, index), variable_path(prompt, index)
             if segment.output is UNSET:
-                _check_segment(segment, path, inputs)
+                _check_segment(segment, path, name_path, inputs)
                 continue
+            check_name(segment.output, name_path)
             _check_output_segment(segment, path)
             if segment.output in written:
                 raise ProgramError(
                     "program.two_producers",
                     f"node `{self.id}` writes variable `{segment.output}` twice",
-                    path=f"{path}.output",
+                    path=name_path,
                 )
             written.add(segment.output)
             slots.append(inputs.slot(self.id, len(slots), (segment.output,)))
@@ -139,17 +140,22 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
         if self.prompt is UNSET:
             return "output.variable"
         outputs = [segment.output for segment in self.prompt]
-        return f"prompt[{outputs.index(variable)}].output"
+        return variable_path(self.prompt, outputs.index(variable))
 
     def _expressions(self) -> Iterator[tuple[str, Expression]]:
         if self.prompt is not UNSET:
-            yield from _segment_expressions(self.prompt, "prompt")
+            for index, segment in enumerate(self.prompt):
+                if segment.input is not UNSET:
+                    yield variable_path(self.prompt, index), input_expression(segment.input)
         for index, message in enumerate(self.messages or ()):
             path = f"messages[{index}]"
             if message.splice is not UNSET:
                 yield f"{path}.splice", input_expression(message.splice)
             elif isinstance(message.content, list):
-                yield from _segment_expressions(message.content, f"{path}.content")
+                for number, segment in enumerate(message.content):
+                    if segment.input is not UNSET:
+                        here = f"{path}.content[{number}].input"
+                        yield here, input_expression(segment.input)
 
     def _renamed_fields(self, renaming: Renaming) -> dict[str, object]:
         if self.prompt is not UNSET:
@@ -161,14 +167,6 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
             "messages": [_rename_message(message, renaming) for message in self.messages],
             "output": _reseed(output, renaming),
         }
-
-
-def _segment_expressions(
-    segments: Iterable[Segment], path: str
-) -> Iterator[tuple[str, Expression]]:
-    for index, segment in enumerate(segments):
-        if segment.input is not UNSET:
-            yield f"{path}[{index}].input", input_expression(segment.input)
 
 
 # --- checks -----------------------------------------------------------------------------------
@@ -196,10 +194,10 @@ def _check_message(message: Message, path: str, inputs: SlotInputs) -> None:
                 "text in `messages` cannot have special tokens: remove `special`",
                 f"{here}.special",
             )
-        _check_segment(segment, here, inputs)
+        _check_segment(segment, here, f"{here}.input", inputs)
 
 
-def _check_segment(segment: Segment, path: str, inputs: SlotInputs) -> None:
+def _check_segment(segment: Segment, path: str, input_path: str, inputs: SlotInputs) -> None:
     """Check a segment that is not an output."""
     if segment.text is not UNSET:
         bare = Segment(text=segment.text, special=segment.special)
@@ -213,14 +211,12 @@ def _check_segment(segment: Segment, path: str, inputs: SlotInputs) -> None:
     if segment != bare:
         _refuse_mixed(segment, path)
     if segment.input is not UNSET:
-        inputs.add_reference(segment.input, f"{path}.input")
+        inputs.add_reference(segment.input, input_path)
 
 
 def _check_output_segment(segment: Segment, path: str) -> None:
     if not (segment.text is segment.input is segment.part is UNSET) or segment.special:
         _refuse_mixed(segment, path)
-    assert segment.output is not UNSET
-    check_name(segment.output, f"{path}.output")
     check_constraint(segment.constraint, f"{path}.constraint")
     _check_sampling(segment, path)
 

@@ -43,6 +43,16 @@ def chat(name: str, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {**node, "output": {"variable": f"v_{name}"}, **fields}
 
 
+def text(name: str, prompt: str, **output: Any) -> dict[str, Any]:
+    """A call whose prompt is one text."""
+    return {
+        "id": name,
+        "op": "generate",
+        "prompt": prompt,
+        "output": {"variable": f"v_{name}", **output},
+    }
+
+
 def build(*nodes: dict[str, Any], **fields: Any) -> Graph:
     """The graph of a program; `inputs`, `objectives`, `open` go to the submission."""
     outer: dict[str, Any] = {
@@ -189,6 +199,25 @@ BAD_NODES: list[tuple[dict[str, Any], str, str, str]] = [
         "program.sampling",
         "prompt[0].min_tokens",
         "greater than max_tokens 2",
+    ),
+    (
+        text("a", "{{input}}", max_tokens=2, min_tokens=3),
+        "program.sampling",
+        "output.min_tokens",
+        "greater than max_tokens 2",
+    ),
+    (
+        text("a", "{{input}}", constraint={}),
+        "program.constraint",
+        "output.constraint",
+        "got none",
+    ),
+    (text("a", "Read {{inputt}}"), "program.unknown_variable", "prompt", "did you mean `input`?"),
+    (
+        {**text("a", "{{input}}"), "output": {"variable": "v_b"}},
+        "program.two_producers",
+        "output.variable",
+        "node `b` already writes it",
     ),
     (
         {"id": "a", "op": "expr", "expr": {"join": [1, {"nope": 1}]}, "output": "y"},
