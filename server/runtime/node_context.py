@@ -26,8 +26,7 @@ from msgspec import UNSET
 
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expressions.evaluate import input_expression
-from ..program.expressions.value_schema import find_mismatch
-from ..program.expressions.values import has_type
+from ..program.expressions.value_schema import find_mismatch, mismatch_code
 from ..program.graph.instances import BodyInstance
 from ..program.ir import GraphNode, Json, Node
 from ..program.nodes.bodies import BodyRef
@@ -336,8 +335,7 @@ class NodeContext:
         declared = state.graph.variables[variable]
         mismatch = find_mismatch(value, declared)
         if mismatch is not None:
-            is_type = not has_type(value, declared.type)
-            code = "variable.type" if is_type else "variable.schema"
+            code = mismatch_code(value, declared)
             raise RunError(code, f"variable {variable} {mismatch}")
         encoded = msgspec.json.encode(value)
         self.services.turns.spend(len(encoded) // BYTES_PER_STEP)

@@ -108,6 +108,11 @@ def find_mismatch(value: Json, variable: Variable) -> str | None:
     return None if violation is None else f"does not match its schema: {violation}"
 
 
+def mismatch_code(value: Json, variable: Variable) -> str:
+    """Return the code of the error that a value does not fit the declaration of its variable."""
+    return "variable.schema" if has_type(value, variable.type) else "variable.type"
+
+
 def _inner_schemas(schema: dict[str, Json], path: Path | str) -> Iterator[tuple[Path, Json]]:
     for keyword in SCHEMAS:
         if keyword in schema:

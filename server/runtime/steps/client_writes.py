@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from ...program.errors import ConflictError, ProgramError, RunError
-from ...program.expressions.value_schema import find_mismatch
+from ...program.expressions.value_schema import find_mismatch, mismatch_code
 from ...program.ir import ClientNode
 from ...program.status import Problem, PutValue, VariableStatus
 from ..program_run import ProgramRun
@@ -31,7 +31,8 @@ def put_value(run: ProgramRun, variable: str, body: PutValue) -> None:
 
     Raises:
         ProgramError: `variable.body` unless the body has exactly one of value and error;
-            `variable.unsupported_from` for a reference to another variable; `variable.type`.
+            `variable.unsupported_from` for a reference to another variable; `variable.type`
+            or `variable.schema` if the value is not as declared.
         ConflictError: if the variable has another value or is not written by the client, or if
             the request that the body answers was not sent or is closed.
     """
@@ -43,9 +44,11 @@ def put_value(run: ProgramRun, variable: str, body: PutValue) -> None:
         raise ProgramError("variable.body", "give exactly one of `value` and `error`")
     state = run.state
     if body.value is not UNSET:
-        mismatch = find_mismatch(body.value, state.graph.variables[variable])
+        declared = state.graph.variables[variable]
+        mismatch = find_mismatch(body.value, declared)
         if mismatch is not None:
-            raise ProgramError("variable.type", f"variable {variable} {mismatch}")
+            code = mismatch_code(body.value, declared)
+            raise ProgramError(code, f"variable {variable} {mismatch}")
     if state.is_resolved(variable):
         if is_same_value(variable_status(state, {variable}, variable, is_ended=False), body):
             return

@@ -68,6 +68,18 @@ async def test_answer_must_match_an_open_request(tmp_path: Path) -> None:
         await program.end()
 
 
+async def test_a_value_against_the_declaration_is_refused(tmp_path: Path) -> None:
+    declared = {"x": {"type": "int", "schema": {"minimum": 3}}}
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr("e", var("x"))], outputs=["e"], variables=declared)
+        for value, code in (("seven", "variable.type"), (2, "variable.schema")):
+            with pytest.raises(ProgramError) as caught:
+                await program.put("x", value)
+            assert caught.value.code == code
+        await program.put("x", 3)
+        await program.end()
+
+
 async def test_client_error_fails_the_step_unchanged(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         nodes = [client("a", "x", on_error="isolate"), generate("b", insert("x")), client("c", "y")]
