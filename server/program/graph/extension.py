@@ -180,15 +180,19 @@ class GraphExtension:
         if body is not None:
             self.new.body_of[node.id] = body
 
-    def _add_producer(self, variable: str, node: Node, number: int) -> None:
-        reason = ""
+    def _reason_against_producer(self, variable: str) -> str:
+        """Return why no further node may write a variable; empty if one may."""
         producer = self._names.producer(variable)
         if producer is not None:
-            reason = f"node `{self._names.slot(producer).node}` already writes it"
-        elif variable in self._existing.provided:
-            reason = "it already has a value"
-        elif variable in self._existing.template_variables:
-            reason = "a node in a body already writes it"
+            return f"node `{self._names.slot(producer).node}` already writes it"
+        if variable in self._existing.provided:
+            return "it already has a value"
+        if self._names.is_template_variable(variable):
+            return "a node in a body already writes it"
+        return ""
+
+    def _add_producer(self, variable: str, node: Node, number: int) -> None:
+        reason = self._reason_against_producer(variable)
         if reason:
             raise ProgramError(
                 "program.two_producers",
@@ -257,7 +261,7 @@ class GraphExtension:
         for field, name in node.bound_fields():
             if name in inner.new.variables or name in inner.new.template_variables:
                 _refuse_hidden(name, f"{path}.{field}")
-        self._add_template_names(inner.new, path)
+        self._add_template_names(node.id, inner.new, path)
 
     def check_template(self, node: TemplateNode, body: NodeBody, path: str) -> None:
         """Check the body of a template and the references into it; `path` is the node's.
@@ -272,7 +276,7 @@ class GraphExtension:
         for reference in node.body_references():
             self._names.check_names(reference.names, f"{path}.{reference.path}")
 
-    def _add_template_names(self, template: GraphTables, path: str) -> None:
+    def _add_template_names(self, node_id: str, template: GraphTables, path: str) -> None:
         """Add the names that a template defines, so that no other node can use them."""
         nodes = template.nodes.keys() | template.template_nodes
         for name in nodes:
@@ -281,11 +285,12 @@ class GraphExtension:
         self.new.template_nodes |= nodes
         self.new.jobs |= template.jobs
         for name in [*template.producers, *template.template_variables]:
-            is_known = name in self._existing.provided or self._names.is_template_variable(name)
-            if is_known or self._names.producer(name) is not None:
+            reason = self._reason_against_producer(name)
+            if reason:
                 raise ProgramError(
                     "program.two_producers",
-                    f"variable `{name}` is written both in a body and outside of it: rename one",
+                    f"the body of node `{node_id}` cannot write variable `{name}`: {reason}; "
+                    "names of variables are unique in a program, bodies included",
                     path=path,
                 )
             declared = self.new.variables.pop(name, None) or self._existing.variables.get(name)

@@ -132,7 +132,14 @@ REFUSED: list[tuple[str, list[Json], str, str, str]] = [
         [map_(MADE), {**map_(expr("f", 1, "v")), "id": "n"}],
         "program.two_producers",
         "program.nodes[1]",
-        "`v` is written both in a body and outside",
+        "node `n` cannot write variable `v`: a node in a body already writes it; names of",
+    ),
+    (
+        "one variable in a body and outside",
+        [map_(MADE), expr("f", 1, "v")],
+        "program.two_producers",
+        "program.nodes[0]",
+        "cannot write variable `v`: node `f` already writes it",
     ),
     (
         "one node in two bodies",
