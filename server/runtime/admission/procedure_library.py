@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from cachetools import LRUCache
 
+from ...program.checks import listed
 from ...program.decoding.typed_json import decode_record
 from ...program.errors import ConflictError, NotFoundError
 from ...program.ir import AnyNode, Program
@@ -23,6 +24,7 @@ from ...program.procedures import (
     expand_calls,
     parse_reference,
 )
+from ...program.suggestion import suggestion
 from ...store.journal import (
     AliasRecord,
     AliasRemoval,
@@ -31,6 +33,8 @@ from ...store.journal import (
     ProcedureRemoval,
 )
 
+MAX_SHOWN_NAMES = 10
+"""Aliases or versions in a message."""
 MAX_CACHED_BYTES = 64 * 1024 * 1024
 
 
@@ -50,15 +54,18 @@ class ProcedureLibrary:
         Raises:
             NotFoundError: `procedure.not_found`.
         """
+        procedure = await self._find(tenant, reference)
+        if procedure is None:
+            raise await self._not_found(tenant, reference)
+        return procedure
+
+    async def _find(self, tenant: str, reference: str) -> Procedure | None:
         name, version, alias = parse_reference(reference)
         if version is not None and (cached := self._decoded.get((tenant, name, version))):
             return cached[0]
         record = await self._journal().find_procedure(tenant, name, version=version, alias=alias)
         if record is None:
-            raise NotFoundError(
-                "procedure.not_found",
-                f"there is no procedure {reference}: store it by PUT /v1/procedures/{name}",
-            )
+            return None
         key = (tenant, name, record.version)
         if key not in self._decoded:
             program = decode_record(record.program, Program)
@@ -68,6 +75,23 @@ class ProcedureLibrary:
                 return procedure
             self._decoded[key] = (procedure, size)
         return self._decoded[key][0]
+
+    async def _not_found(self, tenant: str, reference: str) -> NotFoundError:
+        """Return the error of a reference without a procedure, with what there is instead."""
+        name, version, alias = parse_reference(reference)
+        listing = await self._journal().list_procedures(tenant, name)
+        if not listing.versions:
+            others = await self._journal().list_procedures(tenant, None)
+            similar = suggestion(name, sorted({each for each, _, _ in others.versions})[:1_000])
+            message = f"there is no procedure `{name}`: "
+            message += similar or f"store it by PUT /v1/procedures/{name}"
+        else:
+            kind = "version" if alias is None else "alias"
+            known = listing.versions if alias is None else listing.aliases
+            names = listed([each for _, each, _ in known[-MAX_SHOWN_NAMES:]])
+            message = f"procedure `{name}` has no {kind} `{version or alias}`; it has "
+            message += names or f"no {kind}"
+        return NotFoundError("procedure.not_found", message)
 
     async def expand(self, tenant: str, nodes: Sequence[AnyNode], path: str) -> ExpandedCalls:
         """Expand the procedure calls in submitted nodes.
@@ -149,11 +173,8 @@ class ProcedureLibrary:
             await self._journal().append([record], fail_fast=True)
 
     async def _check_alias(self, tenant: str, procedure: Procedure, alias: str) -> None:
-        try:
-            before = await self.find(tenant, f"{procedure.name}:{alias}")
-        except NotFoundError:
-            return
-        if before.signature.contract != procedure.signature.contract:
+        before = await self._find(tenant, f"{procedure.name}:{alias}")
+        if before is not None and before.signature.contract != procedure.signature.contract:
             raise ConflictError(
                 "procedure.signature",
                 f"{procedure.name}:{alias} names version {before.version}, whose parameters or "

@@ -256,6 +256,29 @@ async def test_a_call_that_cannot_work_is_refused_at_submission(
     assert caught.value.path == path
 
 
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("shout:prd", "procedure `shout` has no alias `prd`; it has `default`, `prod`"),
+        (f"shout@{'0' * 32}", f"procedure `shout` has no version `{'0' * 32}`; it has `"),
+        ("quiet", "procedure `quiet` has no alias `default`; it has no alias"),
+        ("shuot", "there is no procedure `shuot`: did you mean `shout`?"),
+        ("other:prod", "there is no procedure `other`: store it by PUT /v1/procedures/other"),
+    ],
+)
+async def test_an_unknown_reference_is_refused_with_what_there_is(
+    tmp_path: Path, reference: str, words: str
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        await put(harness, "shout", SHOUT)
+        await put(harness, "shout", SHOUT, "prod")
+        await put(harness, "quiet", SHOUT, None)
+        with pytest.raises(NotFoundError) as caught:
+            await harness.submit([call(reference)], outputs=["c"])
+    assert caught.value.message.startswith(words)
+    assert caught.value.path == "program.nodes[0].procedure"
+
+
 async def test_a_faulty_program_is_not_stored(tmp_path: Path) -> None:
     faulty = {**SHOUT, "outputs": ["quiet"]}
     async with server_harness(tmp_path) as harness:
