@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -20,6 +21,9 @@ from ..node_context import NodeContext
 from .external_step import ExternalStepExecutor
 
 logger = logging.getLogger(__name__)
+
+_UNSUPPORTED_TYPE = re.compile(r"objects of type (\w+) is unsupported")
+"""What msgspec says about a value that it cannot encode."""
 
 
 class RunningFunction:
@@ -83,10 +87,17 @@ class RunningFunction:
         if isinstance(error, FunctionTimeoutError):
             message = f"function {node.function} of node {node.id} took over {self._timeout_s:g} s"
             return RunError("call.timeout", message)
+        if isinstance(error, _NotJsonError):
+            message = f"function {node.function} of node {node.id} returned a value that is not "
+            return RunError("call.failed", f"{message}JSON: {error}")
         # The exception's text belongs to the operator and must not reach a client.
         logger.error("function %s of node %s failed", node.function, node.id, exc_info=error)
         message = f"function {node.function} of node {node.id} raised {type(error).__name__}"
         return RunError("call.failed", message)
+
+
+class _NotJsonError(Exception):
+    """A function returned a value that is not JSON; the argument is the name of its type."""
 
 
 class FunctionStepExecutor(ExternalStepExecutor[CallNode, RunningFunction]):
@@ -116,7 +127,14 @@ def _as_json(result: object) -> Json:
 
     Raises:
         ExpressionError: `expr.size`, `expr.number`.
+        _NotJsonError: if the result, or a part of it, is of another type.
     """
-    value = msgspec.json.decode(msgspec.json.encode(result))
+    try:
+        encoded = msgspec.json.encode(result)
+    except TypeError as error:
+        unsupported = _UNSUPPORTED_TYPE.search(str(error))
+        name = type(result).__name__ if unsupported is None else unsupported[1]
+        raise _NotJsonError(name) from error
+    value = msgspec.json.decode(encoded)
     check_size(value)
     return value

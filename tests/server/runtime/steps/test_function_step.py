@@ -87,6 +87,19 @@ async def test_a_timeout_that_a_function_raises_is_a_failure_with_a_log_entry(
     assert "the shop did not answer" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("result", "kind"), [(object(), "object"), ({"sum": [1j]}, "complex"), ({(1, 2): 3}, "dict")]
+)
+async def test_a_result_that_is_not_json_is_named(tmp_path: Path, result: Any, kind: str) -> None:
+    async with server_harness(tmp_path, {"run": lambda: result}) as harness:
+        program = await harness.submit([call("run")])
+        failed = await program.get("x")
+    assert failed.error
+    assert failed.error.code == "call.failed"
+    message = "function run of node c returned a value that is not JSON: "
+    assert failed.error.message == message + kind
+
+
 async def test_a_timeout_of_a_call_is_retried_like_that_of_its_function(tmp_path: Path) -> None:
     attempts: list[int] = []
 
