@@ -17,9 +17,10 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from ..program.checks import listed
 from ..program.errors import ConureError, PromptError
 from ..program.expressions.budget import WorkBudget
-from ..program.expressions.evaluate import evaluate, input_expression
+from ..program.expressions.evaluate import evaluate, input_expression, variables
 from ..program.expressions.values import text_of
 from ..program.ir import Expression, GenerateNode, Json, Message, Segment
 from .chat import TemplateMessage
@@ -52,6 +53,14 @@ class PromptLength:
         if self._num_chars > MAX_CHARS:
             advice = "insert shorter values, or insert them less often"
             raise _too_long(f"{MAX_CHARS:,} characters", advice, path)
+
+
+class _NotAMessageError(Exception):
+    """A value, or an item of it, is not a message."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 class RenderedPrompt(NamedTuple):
@@ -148,7 +157,10 @@ def render_chat(
         if message.splice is not UNSET:
             value = _spliced_value(message.splice, values, budget)
             _check_count(len(messages) + (len(value) if isinstance(value, list) else 1), path)
-            spliced = _read_splice(value, f"{path}.splice", length)
+            try:
+                spliced = _read_splice(value, f"{path}.splice", length)
+            except _NotAMessageError as error:
+                raise _splice_error(node.id, message.splice, error) from None
             messages += spliced
             num_segments += sum(len(each.content) for each in spliced)
             last_segments.append(num_segments - 1)
@@ -236,6 +248,15 @@ def _spliced_value(
     return evaluate(splice, values, budget=budget)
 
 
+def _splice_error(node_id: str, splice: Expression, error: _NotAMessageError) -> PromptError:
+    names = listed(sorted(variables(input_expression(splice))))
+    return PromptError(
+        "prompt.splice",
+        f"Node `{node_id}` splices {names}, which is not a message or a list of messages: {error}.",
+        path=error.path,
+    )
+
+
 def _check_count(num_messages: int, path: str) -> None:
     if num_messages > MAX_MESSAGES:
         advice = "splice a shorter list, or splice it less often"
@@ -250,7 +271,8 @@ def _read_splice(value: Json, path: str, length: PromptLength) -> list[TemplateM
     """Return the messages of a spliced value: one message or a list of messages.
 
     Raises:
-        PromptError: `prompt.splice` if the value is neither; `prompt.too_long`.
+        _NotAMessageError: if the value is neither.
+        PromptError: `prompt.too_long`; as `_read_content`.
     """
     if isinstance(value, list):
         messages = [_read_message(each, f"{path}[{index}]") for index, each in enumerate(value)]
@@ -267,23 +289,28 @@ def _read_message(value: Json, path: str) -> TemplateMessage:
     """Return one message of a spliced value, without the fields that templates do not read.
 
     Raises:
-        PromptError: `prompt.splice` if the value is not a message.
+        _NotAMessageError: if the value is not a message.
+        PromptError: as `_read_content`.
     """
     if not isinstance(value, dict):
-        raise _not_a_message("it is not an object with a role", path)
+        raise _NotAMessageError("it is not an object with a role", path)
     role = value.get("role")
     if not isinstance(role, str) or role not in _SPLICED_ROLES:
-        raise _not_a_message(f"its role {role!r} is not one of {sorted(_SPLICED_ROLES)}", path)
+        raise _NotAMessageError(
+            f"its role {role!r:.80} is not one of {sorted(_SPLICED_ROLES)}", path
+        )
     tool_calls = value.get("tool_calls")
     if tool_calls is not None and not isinstance(tool_calls, list):
-        raise _not_a_message("its tool_calls must be a list", path)
+        raise _NotAMessageError("its tool_calls must be a list", path)
     if value.get("content") is None and not tool_calls:
         others = sorted(value.keys() - {"role", "content"})
         has = f"it has {', '.join(map(repr, others[:10]))}, but " if others else "it has "
-        raise _not_a_message(f"{has}no `content`, so the prompt would contain an empty turn", path)
+        raise _NotAMessageError(
+            f"{has}no `content`, so the prompt would contain an empty turn", path
+        )
     for key in ("name", "tool_call_id"):
         if not isinstance(value.get(key), str | None):
-            raise _not_a_message(f"its {key} must be a string", path)
+            raise _NotAMessageError(f"its {key} must be a string", path)
     return TemplateMessage(
         role=role,
         content=_read_content(value.get("content"), path),
@@ -297,15 +324,15 @@ def _read_content(content: Json, path: str) -> tuple[PromptPiece, ...]:
     """Return the content of a spliced message: a string, a list of text parts, or null.
 
     Raises:
-        PromptError: `prompt.splice` for another type, `engine.unsupported_part` for a part that is
-            not text.
+        _NotAMessageError: for another type.
+        PromptError: `engine.unsupported_part` for a part that is not text.
     """
     if isinstance(content, str):
         return (PromptPiece(content, special=False),)
     if content is None:
         return (PromptPiece("", special=False),)
     if not isinstance(content, list):
-        raise _not_a_message("its content must be a string, a list or null", path)
+        raise _NotAMessageError("its content must be a string, a list or null", path)
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -316,7 +343,7 @@ def _read_content(content: Json, path: str) -> tuple[PromptPiece, ...]:
         elif isinstance(kind, str) and kind != "text":
             raise _unsupported_part(f"{path}.content[{index}]")
         else:
-            raise _not_a_message(f"part {index} of its content has no type or no text", path)
+            raise _NotAMessageError(f"part {index} of its content has no type or no text", path)
     return (PromptPiece("".join(texts), special=False),)
 
 
@@ -345,10 +372,6 @@ def _read_tool_call(call: Json) -> Json:
     if not isinstance(decoded, dict):
         return call
     return {**call, "function": {**function, "arguments": decoded}}
-
-
-def _not_a_message(reason: str, path: str) -> PromptError:
-    return PromptError("prompt.splice", f"A spliced value is not a message: {reason}.", path=path)
 
 
 def _unsupported_part(path: str) -> PromptError:

@@ -251,6 +251,7 @@ def test_non_message_value_is_not_spliced(value: Json, path: str, reason: str) -
         render_chat(chat({"splice": "m"}), {"m": value}, TEMPLATE)
     assert refused.value.code == "prompt.splice"
     assert refused.value.path == f"nodes.n.messages[0].{path}"
+    assert refused.value.message.startswith("Node `n` splices `m`, which is not a message or a")
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
