@@ -11,6 +11,7 @@ Invariant: a value is checked against a checked schema within `MAX_STEPS`, or re
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Final, NoReturn, TypeAlias
@@ -27,7 +28,9 @@ MAX_STEPS = 500_000
 patterns cost."""
 MAX_DEPTH = 32
 MAX_SHOWN = 80
-"""Characters of an argument in a message."""
+"""Characters of an argument or a value in a message."""
+MAX_SHOWN_VALUES = 10
+"""Values of an `enum` in a message."""
 
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "$schema"})
@@ -178,11 +181,21 @@ def _where(path: Path | str) -> str:
     return str(path) or "the value"
 
 
+def _shown(value: Json) -> str:
+    """Return a short value as JSON, and the kind of one that can be long."""
+    if isinstance(value, list | dict):
+        return f"({kind_of(value)} of {len(value):,})"
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f"{json.dumps(value[:MAX_SHOWN], ensure_ascii=False)}..."
+    return json.dumps(value, ensure_ascii=False)
+
+
 class _Check:
     """The check of one value, within MAX_STEPS."""
 
     def __init__(self) -> None:
         self._steps_left = MAX_STEPS
+        self._shown_enums: dict[int, str] = {}
 
     def run(self, value: Json, schema: Schema, path: Path | str) -> str | None:
         """Return the first violation in a value."""
@@ -210,9 +223,10 @@ class _Check:
             if not any(_is_type(value, name) for name in names):
                 return f"{_where(path)} is {kind_of(value)}, not {' or '.join(names)}"
         if "const" in schema and not equal(value, schema["const"], self._spend):
-            return f"{_where(path)} is not the constant of its schema"
+            return f"{_where(path)} is {_shown(value)}, not the constant {_shown(schema['const'])}"
         if "enum" in schema and not any(equal(value, each, self._spend) for each in schema["enum"]):
-            return f"{_where(path)} is not one of the {len(schema['enum'])} values of its schema"
+            known = self._shown_enum(schema["enum"])
+            return f"{_where(path)} is {_shown(value)}, not one of {known}"
         for keyword, argument in schema.items():
             if keyword in BOUNDS and _is_type(value, "number"):
                 if not BOUNDS[keyword](value, argument):
@@ -223,6 +237,16 @@ class _Check:
                     length = f"length {len(value)}"
                     return f"{_where(path)} has {length}, against `{keyword}` {argument}"
         return self._pattern(value, schema, path)
+
+    def _shown_enum(self, values: list[Json]) -> str:
+        """Return the values of an `enum`, of a long one the first. Each is formatted once."""
+        shown = self._shown_enums.get(id(values))
+        if shown is None:
+            shown = ", ".join(map(_shown, values[:MAX_SHOWN_VALUES]))
+            if len(values) > MAX_SHOWN_VALUES:
+                shown += f" and {len(values) - MAX_SHOWN_VALUES:,} others"
+            self._shown_enums[id(values)] = shown
+        return shown
 
     def _pattern(self, value: Json, schema: dict[str, Json], path: Path | str) -> str | None:
         if "pattern" not in schema or not isinstance(value, str):

@@ -102,6 +102,25 @@ def test_a_violation_names_its_place() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "schema", "violation"),
+    [
+        ("hihg", {"enum": ["low", "high"]}, 'the value is "hihg", not one of "low", "high"'),
+        (None, {"enum": [1, [2, 3]]}, "the value is null, not one of 1, (list of 2)"),
+        ("x" * 99, {"const": {}}, f'the value is "{"x" * 80}"..., not the constant (object of 0)'),
+        (
+            True,
+            {"enum": list(range(2_012))},
+            "the value is true, not one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2,002 others",
+        ),
+    ],
+)
+def test_a_violation_shows_the_value_and_what_is_allowed(
+    value: Any, schema: Any, violation: str
+) -> None:
+    assert find_violation(value, schema) == violation
+
+
+@pytest.mark.parametrize(
     "keywords", [("minimum", "exclusiveMinimum"), ("exclusiveMinimum", "minimum")]
 )
 def test_the_first_violation_follows_the_order_of_the_schema(keywords: tuple[str, str]) -> None:
