@@ -34,7 +34,9 @@ MAX_EDGES = 100_000
 MAX_EXPANDED_NODES = 100_000
 """Nodes of a program with all instances."""
 MAX_JOB_DEPTH = 32
-MAX_BODY_DEPTH = 16
+MAX_BODY_DEPTH = 32
+MAX_TEMPLATE_DEPTH = 16
+"""Bodies of `map` and `loop` around a node."""
 
 
 class GraphExtension:
@@ -158,8 +160,8 @@ class GraphExtension:
 
     def _add_nodes(self, nodes: Sequence[PlacedNode]) -> None:
         for path, node, body in nodes:
-            if path.count(".") > 2 * MAX_BODY_DEPTH:
-                _refuse_depth()
+            if path.count("[") - 1 - path.count(".handlers[") > MAX_BODY_DEPTH:
+                _refuse_depth("bodies", MAX_BODY_DEPTH, node.id, path)
             self._paths[node.id] = path
             with prefixed_path(path):
                 _check_submitted_names(node)
@@ -253,8 +255,8 @@ class GraphExtension:
             binds=binds | body.binds,
             depth=1 if self._enclosing is None else self._enclosing.depth + 1,
         )
-        if enclosing.depth > MAX_BODY_DEPTH:
-            _refuse_depth()
+        if enclosing.depth > MAX_TEMPLATE_DEPTH:
+            _refuse_depth("`map` and `loop`", MAX_TEMPLATE_DEPTH, node.id, path)
         jobs = self._existing.jobs | self.new.jobs
         inner = GraphExtension(GraphTables(jobs=jobs), prefix="", enclosing=enclosing)
         inner.check_template(node, body, path)
@@ -380,12 +382,13 @@ def _check_submitted_names(node: Node) -> None:
             )
 
 
-def _refuse_size(message: str) -> NoReturn:
-    raise ProgramError("program.too_large", message, status=413)
+def _refuse_size(message: str, path: str | None = None) -> NoReturn:
+    raise ProgramError("program.too_large", message, path=path, status=413)
 
 
-def _refuse_depth() -> NoReturn:
-    _refuse_size(f"bodies can be nested at most {MAX_BODY_DEPTH} levels deep")
+def _refuse_depth(kind: str, limit: int, node_id: str, path: str) -> NoReturn:
+    message = f"{kind} can be nested at most {limit} levels deep, and node `{node_id}` is deeper"
+    _refuse_size(message, path)
 
 
 def _refuse_duplicate(node_id: str, path: str) -> NoReturn:

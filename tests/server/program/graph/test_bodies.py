@@ -336,8 +336,26 @@ def test_body_depth_is_limited() -> None:
             node = {**map_(node, items=[1]), "id": f"m{level}", "as": f"x{level}"}
         return node
 
+    build(nested(extension.MAX_TEMPLATE_DEPTH))
+    error = refusal(nested(extension.MAX_TEMPLATE_DEPTH + 1))
+    assert (error.code, error.status) == ("program.too_large", 413)
+    assert error.path == f"program.nodes[0]{'.body[0]' * extension.MAX_TEMPLATE_DEPTH}"
+    assert error.message.endswith("at most 16 levels deep, and node `m0` is deeper")
+
+
+@pytest.mark.parametrize("part", ["then", "handlers[0].body"])
+def test_the_depth_of_branches_is_limited(part: str) -> None:
+    def nested(depth: int) -> Json:
+        node: Json = expr("e", 1, "v")
+        for level in range(depth):
+            around = if_([node], []) if part == "then" else try_(handlers=[{"body": [node]}])
+            node = {**around, "id": f"c{level}"}
+        return node
+
     build(nested(extension.MAX_BODY_DEPTH))
-    assert refusal(nested(extension.MAX_BODY_DEPTH + 1)).code == "program.too_large"
+    error = refusal(nested(extension.MAX_BODY_DEPTH + 1))
+    assert error.path == f"program.nodes[0]{f'.{part}[0]' * (extension.MAX_BODY_DEPTH + 1)}"
+    assert error.message.endswith("at most 32 levels deep, and node `e` is deeper")
 
 
 def test_nodes_in_bodies_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
