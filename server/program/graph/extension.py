@@ -311,7 +311,7 @@ class GraphExtension:
             elif self._names.is_template_variable(name):
                 reason = "a node in a body writes it"
             elif variable is None:
-                reason = "`variables` does not declare it"
+                reason = f"`variables` does not declare it{self._names.hint(name)}"
             elif name in self._existing.provided:
                 reason = "it already has a value"
             if variable is None or reason:
@@ -331,7 +331,8 @@ class GraphExtension:
                     f"output `{name}` is visible only in a body: return it by `collect`, `merge` "
                     "or `carry`"
                     if is_inner
-                    else f"output `{name}` is not a variable of the program",
+                    else f"output `{name}` is not a variable of the program"
+                    f"{self._names.hint(name)}",
                     path=f"{self._prefix}outputs[{index}]",
                 )
             if name not in known:

@@ -9,6 +9,7 @@ Out of scope: how the tables of the graph and of its extension are built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from typing import NamedTuple, NoReturn
 
 from ..errors import ProgramError, prefixed_path
@@ -18,6 +19,9 @@ from ..nodes.bodies import BodyRef
 from ..slot import Slot
 from ..suggestion import suggestion
 from .tables import GraphTables
+
+MAX_COMPARED = 1_000
+"""Names that are compared with an unknown one."""
 
 
 class EnclosingScope(NamedTuple):
@@ -119,9 +123,10 @@ class NameResolver:
                     self._refuse_read(node)
         for index, earlier in enumerate(node.after):
             if not self.can_run_after(earlier, body):
+                hint = _hint(earlier, self._existing.nodes, self._new.nodes)
                 raise ProgramError(
                     "program.unknown_after",
-                    f"node `{node.id}` has unknown node `{earlier}` in `after`",
+                    f"node `{node.id}` has unknown node `{earlier}` in `after`{hint}",
                     path=f"{path}.after[{index}]",
                 )
         with prefixed_path(path):
@@ -157,22 +162,29 @@ class NameResolver:
 
     def refuse_unknown(self, name: str, path: str) -> NoReturn:
         """Raise ProgramError `program.unknown_variable` with a suggestion."""
-        known = {**self._existing.variables, **self._new.variables}
-        if name in known or self.is_template_variable(name):
+        is_known = name in self._existing.variables or name in self._new.variables
+        if is_known or self.is_template_variable(name):
             raise ProgramError(
                 "program.unknown_variable",
                 f"variable `{name}` is visible only in the body that writes it: return it by "
                 "`collect`, `merge` or `carry`",
                 path=path,
             )
-        similar = suggestion(name, list(known)[:1_000])
-        hint = f"; {similar}" if similar else ""
         raise ProgramError(
             "program.unknown_variable",
             f"unknown variable `{name}`: no node writes it, and `variables` does not declare it "
-            f"as an input{hint}",
+            f"as an input{self.hint(name)}",
             path=path,
         )
+
+    def hint(self, variable: str) -> str:
+        """Return the end of an error's message: which variable was probably meant."""
+        return _hint(variable, self._existing.variables, self._new.variables)
+
+
+def _hint(name: str, *tables: Mapping[str, object]) -> str:
+    similar = suggestion(name, islice(chain(*tables), MAX_COMPARED))
+    return f"; {similar}" if similar else ""
 
 
 class _ScopeOfNode(NamedTuple):

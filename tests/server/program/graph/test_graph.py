@@ -293,6 +293,16 @@ def test_the_error_of_a_long_cycle_is_short() -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"outputs": ["v_frist"]}, {"inputs": {"v_frist": 1}}, {"nodes": [expr("b", after=["frist"])]}],
+)
+def test_what_was_probably_meant_is_suggested(fields: dict[str, Any]) -> None:
+    nodes = [expr("first"), *fields.pop("nodes", [])]
+    with pytest.raises(ProgramError, match=r"; did you mean `(v_)?first`\?$"):
+        build(*nodes, **fields)
+
+
 @pytest.mark.parametrize(("fields", "code", "path"), BAD_PROGRAMS)
 def test_invalid_programs_are_refused_with_path(
     fields: dict[str, Any], code: str, path: str
