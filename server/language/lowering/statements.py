@@ -438,8 +438,11 @@ def _check_output_names(value: Value, node: ast.expr, scope: NameScope) -> None:
             message = f"`{key}` is an input and keeps its value: return this one as another name"
             raise SourceArgumentError("language.argument", message, node)
         if not is_name(key):
-            message = f"an output cannot have the name {key[:40]!r}: use letters, digits and `_`, "
-            message += "or give the dict a name, as in `return {'result': value}`"
+            message = (
+                f"an output cannot have the name {key[:40]!r}: use at most 128 ASCII letters, "
+            )
+            message += "digits and `_`, and no digit at the start, or give the dict a name, as in "
+            message += "`return {'result': value}`"
             raise SourceArgumentError("language.argument", message, node)
 
 

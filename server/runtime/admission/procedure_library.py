@@ -35,6 +35,8 @@ from ...store.journal import (
 
 MAX_SHOWN_NAMES = 10
 """Aliases or versions in a message."""
+MAX_COMPARED_NAMES = 200
+"""Procedures of a tenant up to which a similar name is looked for, which takes 0.8 ms per name."""
 MAX_CACHED_BYTES = 64 * 1024 * 1024
 
 
@@ -82,15 +84,18 @@ class ProcedureLibrary:
         listing = await self._journal().list_procedures(tenant, name)
         if not listing.versions:
             others = await self._journal().list_procedures(tenant, None)
-            similar = suggestion(name, sorted({each for each, _, _ in others.versions})[:1_000])
+            names = {each for each, _, _ in others.versions}
+            similar = suggestion(name, names if len(names) <= MAX_COMPARED_NAMES else ())
             message = f"there is no procedure `{name}`: "
             message += similar or f"store it by PUT /v1/procedures/{name}"
         else:
             kind = "version" if alias is None else "alias"
             known = listing.versions if alias is None else listing.aliases
-            names = listed([each for _, each, _ in known[-MAX_SHOWN_NAMES:]])
+            shown = listed([each for _, each, _ in known[-MAX_SHOWN_NAMES:]])
             message = f"procedure `{name}` has no {kind} `{version or alias}`; it has "
-            message += names or f"no {kind}"
+            message += shown or f"no {kind}"
+            if len(known) > MAX_SHOWN_NAMES:
+                message += f" and {len(known) - MAX_SHOWN_NAMES:,} others"
         return NotFoundError("procedure.not_found", message)
 
     async def expand(self, tenant: str, nodes: Sequence[AnyNode], path: str) -> ExpandedCalls:

@@ -169,7 +169,7 @@ def _exhausted(loop: LoopNode, num_rounds: int | None) -> str:
     message = f"loop {loop.id} has {num_rounds:,} rounds, and its `max_iter` is {loop.max_iter:,}"
     if loop.items is UNSET or num_rounds > MAX_ROUNDS:
         return message
-    return f"{message}; in a text, a slice such as `items[:{num_rounds}]` allows more"
+    return f"{message}; set it, or in a text write a slice such as `items[:{num_rounds}]`"
 
 
 def _loop_of(state: ProgramState, node: RoundEndNode) -> tuple[LoopNode, int]:

@@ -22,7 +22,7 @@ from .external_step import ExternalStepExecutor
 
 logger = logging.getLogger(__name__)
 
-_UNSUPPORTED_TYPE = re.compile(r"objects of type (\w+) is unsupported")
+_UNSUPPORTED_TYPE = re.compile(r"objects of type ([\w.]+) is unsupported")
 """What msgspec says about a value that it cannot encode."""
 
 

@@ -97,8 +97,8 @@ async def test_loop_beyond_max_iter_is_exhausted(tmp_path: Path, fields: Json) -
         ({"count": 1_500}, "loop l has 1,500 rounds, and its `max_iter` is 2"),
         (
             {"items": {"range": [1_500]}},
-            "loop l has 1,500 rounds, and its `max_iter` is 2; in a text, a slice such as "
-            "`items[:1500]` allows more",
+            "loop l has 1,500 rounds, and its `max_iter` is 2; set it, or in a text write a "
+            "slice such as `items[:1500]`",
         ),
     ],
 )

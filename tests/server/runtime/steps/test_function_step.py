@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,13 @@ async def test_a_timeout_that_a_function_raises_is_a_failure_with_a_log_entry(
 
 
 @pytest.mark.parametrize(
-    ("result", "kind"), [(object(), "object"), ({"sum": [1j]}, "complex"), ({(1, 2): 3}, "dict")]
+    ("result", "kind"),
+    [
+        (object(), "object"),
+        ({"sum": [1j]}, "complex"),
+        ({(1, 2): 3}, "dict"),
+        ([deque()], "collections.deque"),
+    ],
 )
 async def test_a_result_that_is_not_json_is_named(tmp_path: Path, result: Any, kind: str) -> None:
     async with server_harness(tmp_path, {"run": lambda: result}) as harness:
