@@ -6,7 +6,6 @@ statement of the thread. There, code must not wait for another thread, which may
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 from typing import Self
@@ -23,8 +22,7 @@ class CollectionWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):  # repeated, or before the block
-            gc.callbacks.remove(self._note)
+        gc.callbacks.remove(self._note)
         self._thread = None  # a collection may have called this
 
     @property

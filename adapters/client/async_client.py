@@ -130,7 +130,7 @@ class AsyncClient(AsyncBaseClient):
     async def attach(self, program_id: str) -> AsyncRun:
         """Return a handle on a program that was submitted before, by any client."""
         status = await self._do(programs.status(program_id, self._retry))
-        return AsyncRun(self, programs.accepted_of(status))
+        return AsyncRun(self, programs.accepted_of(status), is_attached=True)
 
     async def append(
         self, program_id: str, more: Append | Mapping[str, Json], *, wait_s: float = 0.0
@@ -201,8 +201,8 @@ class AsyncClient(AsyncBaseClient):
         """Explain what a program would do, without running it.
 
         Args:
-            program: as in `submit`; or the id of a submitted program, to explain what it did. A
-                string with spaces or line breaks is a text.
+            program: as in `submit`; or the id of a submitted program, to explain what it did. Any
+                other string is a text.
             inputs: as in `submit`.
             objectives: as in `submit`.
 
@@ -445,11 +445,15 @@ class AsyncRun:
         program: Any = None,
         attached: AttachedStream | None = None,
         retry: Retry | None = None,
+        *,
+        is_attached: bool = False,
     ) -> None:
         self._client = client
+        self._is_attached = is_attached
+        """Whether another client may have submitted the program."""
         self._retry = retry or client._retry
         self._program = program
-        """As it was submitted; None if this client did not submit it."""
+        """As it was submitted; None if it was a text, or if this client did not submit it."""
         self._attached = attached
         self.id = accepted.id
         self.outputs = accepted.outputs
@@ -602,7 +606,9 @@ class AsyncRun:
         """
         deduplicator = self._client._settings.deduplicator
         status = None if self._program is not None else await self.status()
-        session = deduplicator.open(self.id, self.outputs, status, self._program)
+        session = deduplicator.open(
+            self.id, self.outputs, status, self._program, is_attached=self._is_attached
+        )
         try:
             async with AsyncStepRunner() as runner:
                 async with OwnedGenerator(self.events(types=STEP_EVENTS)) as events:

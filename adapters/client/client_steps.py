@@ -109,6 +109,8 @@ class ClientStepDeduplicator:
         outputs: list[str],
         status: ProgramStatus | None = None,
         program: Any = None,
+        *,
+        is_attached: bool = False,
     ) -> ClientStepSession:
         """Return a session that serves a program.
 
@@ -118,9 +120,14 @@ class ClientStepDeduplicator:
             status: status of the program, if it was submitted earlier. Steps that have ended and
                 attempts that have expired are not run again.
             program: the program itself, if it is known.
+            is_attached: whether another client may have submitted the program, and may run the
+                steps for which this one has no function.
         """
         # Made first: an invalid program raises here, and such a session is never closed.
-        session = ClientStepSession(self, program_id, outputs, status, Failures(program))
+        failures = Failures(program)
+        session = ClientStepSession(
+            self, program_id, outputs, status, failures, is_attached=is_attached
+        )
         with self._lock:
             self._num_sessions[program_id] += 1
             self._closed.pop(program_id, None)
@@ -168,8 +175,11 @@ class ClientStepSession:
         outputs: list[str],
         status: ProgramStatus | None,
         failures: Failures,
+        *,
+        is_attached: bool,
     ) -> None:
         self._deduplicator = deduplicator
+        self._is_attached = is_attached
         self._queued: set[str] = set()
         """Request ids of steps whose functions have not begun."""
         self._status = status
@@ -210,7 +220,7 @@ class ClientStepSession:
 
     def _must_run(self, name: str, functions: Mapping[str, Function]) -> bool:
         """Return whether this client runs a step, or fails it for lack of a function."""
-        if name in functions or self._status is None:
+        if name in functions or not self._is_attached:
             return True
         logger.warning(
             "client step %r of program %s waits for another client: `functions` lacks it",

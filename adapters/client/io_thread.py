@@ -61,7 +61,7 @@ class IOThread:
         new = _Worker()
         worker = self._workers.setdefault(new.pid, new)
         if worker is new:
-            worker.start()
+            worker.thread.start()
             weakref.finalize(self, worker.stop)
             if self._is_closed:  # meanwhile, perhaps before `close` could see this worker
                 self._workers.pop(worker.pid, None)
@@ -101,10 +101,6 @@ class _Worker:
         self.collection = CollectionWatch()
         self.thread = threading.Thread(target=self._run, name="conure-io", daemon=True)
 
-    def start(self) -> None:
-        self.collection.__enter__()
-        self.thread.start()
-
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         def start() -> None:
             task = self._loop.create_task(function(*args))
@@ -125,7 +121,6 @@ class _Worker:
         if self._is_stopping or self.pid != os.getpid():
             return
         self._is_stopping = True
-        self.collection.__exit__()
         ending = asyncio.run_coroutine_threadsafe(self._finish(cleanup), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         if self.thread.ident is not None and threading.current_thread() is not self.thread:
@@ -143,7 +138,8 @@ class _Worker:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            with self.collection:
+                self._loop.run_forever()
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()

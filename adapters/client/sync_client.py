@@ -130,7 +130,7 @@ class Client(BaseClient):
     def attach(self, program_id: str) -> Run:
         """Return a handle on a program that was submitted before, by any client."""
         status = self._do(programs.status(program_id, self._retry))
-        return Run(self, programs.accepted_of(status))
+        return Run(self, programs.accepted_of(status), is_attached=True)
 
     def append(
         self, program_id: str, more: Append | Mapping[str, Json], *, wait_s: float = 0.0
@@ -201,8 +201,8 @@ class Client(BaseClient):
         """Explain what a program would do, without running it.
 
         Args:
-            program: as in `submit`; or the id of a submitted program, to explain what it did. A
-                string with spaces or line breaks is a text.
+            program: as in `submit`; or the id of a submitted program, to explain what it did. Any
+                other string is a text.
             inputs: as in `submit`.
             objectives: as in `submit`.
 
@@ -444,11 +444,15 @@ class Run:
         program: Any = None,
         attached: AttachedStream | None = None,
         retry: Retry | None = None,
+        *,
+        is_attached: bool = False,
     ) -> None:
         self._client = client
+        self._is_attached = is_attached
+        """Whether another client may have submitted the program."""
         self._retry = retry or client._retry
         self._program = program
-        """As it was submitted; None if this client did not submit it."""
+        """As it was submitted; None if it was a text, or if this client did not submit it."""
         self._attached = attached
         self.id = accepted.id
         self.outputs = accepted.outputs
@@ -599,7 +603,9 @@ class Run:
         """
         deduplicator = self._client._settings.deduplicator
         status = None if self._program is not None else self.status()
-        session = deduplicator.open(self.id, self.outputs, status, self._program)
+        session = deduplicator.open(
+            self.id, self.outputs, status, self._program, is_attached=self._is_attached
+        )
         try:
             with StepRunner() as runner:
                 with contextlib.closing(self.events(types=STEP_EVENTS)) as events:

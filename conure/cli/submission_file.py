@@ -144,9 +144,7 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
         UsageError: if inputs lack a value, or a text does not read one; the message names them.
     """
     graph = graph_of(body)
-    options = body.get("options")
-    may_lack_inputs = isinstance(options, dict) and options.get("require_inputs") is False
-    if graph is None or body.get("open") or may_lack_inputs:
+    if graph is None or body.get("open"):
         return
     inputs = body["inputs"]
     read = read_inputs(graph)
@@ -154,6 +152,9 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
     if "source" in body and (unread := sorted(inputs.keys() - read)):
         hint = suggestion(unread[0], read, f"it reads {_named(sorted(read))}")
         raise UsageError(f"{file}: no statement reads input `{unread[0]}`; {hint}")
+    options = body.get("options")
+    if isinstance(options, dict) and options.get("require_inputs") is False:
+        return
     if missing := missing_inputs(graph):
         raise UsageError(f"{file}: no value for input {_named(missing)}; use -p NAME=VALUE")
 

@@ -4,8 +4,8 @@ A block is in exactly one of three states. *Free*: no context refers to it. *Hel
 one context refers to it. *Cached*: no context refers to it, but the prefix tree still names
 it, so it can be reused or evicted.
 
-Blocks of one context are allocated next to each other where possible: kernels read adjacent
-blocks in place and gather others.
+Blocks of one context are allocated next to each other where possible, for the processor's
+prefetching.
 
 Out of scope: tokens, contexts, tensors and the choice of what to evict.
 
@@ -18,7 +18,7 @@ from typing import Final
 
 _FREE: Final = b"\1"
 _MAX_RUN: Final = 32
-"""Longest run of adjacent free blocks to search for. Longer runs save nothing."""
+"""Longest run of adjacent free blocks to search for."""
 
 
 class BlockAllocator:

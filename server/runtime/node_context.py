@@ -306,8 +306,10 @@ class NodeContext:
             node_state.attempt += 1
             why = "the server was started again"
             self.emit("node.restarted", node.id, why=why, attempt=node_state.attempt)
+        is_new = node.id not in self.state.node_starts
         self.timers.start_node(node)
-        if node.id in self.state.node_starts and self.executor_of(node).starts_running:
+        is_timed = node.id in self.state.node_starts
+        if is_new and is_timed and self.executor_of(node).starts_running:
             # Its timeout counts from here, also after a restart. No other event records the start.
             self.emit("node.started", node.id, attempt=node_state.attempt)
 

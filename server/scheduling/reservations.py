@@ -13,8 +13,8 @@ P1; each has 20 tokens of its own:
     C        [--- P1 --]          + 20
 
 `active_prefixes` has P1 with 100 tokens and P2 with 50 (the part beyond P1), and `reserved_tokens`
-is 100 + 50 + 3 * 20. When A and B end, P2 becomes cached until reserved tokens need its place. P1
-stays active until C ends.
+is 100 + 50 + 3 * 20. When A and B end, P2 becomes cached, if later readers are expected, until
+reserved tokens need its place. P1 stays active until C ends.
 
 Out of scope: choosing an engine, which is up to the policy.
 
@@ -26,10 +26,10 @@ boundaries; `peak` never exceeds it; `active_prefixes` has exactly the prefixes 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .cached_prefixes import CachedPrefixes
 from .holds import ProgramsAhead, RunningPrograms
 from .memory_forecast import PeakMemoryForecast, Residency, SharedResidency
 from .request import ResourceRequest
@@ -83,7 +83,11 @@ class EngineReservations:
         self.active_prefixes: dict[bytes, SharedResidency] = {}
         """Prefixes of running calls. Each entry counts the tokens beyond the next shorter
         prefix."""
-        self.cached_prefixes = CachedPrefixes()
+        self.cached_prefixes: OrderedDict[bytes, int] = OrderedDict()
+        """Prefixes without a running reader, with expected ones, least recently used first, and
+        their tokens beyond the next shorter prefix. The engine evicts all other cached KV before
+        these; this class does not count it."""
+        self.num_cached_tokens = 0
         self.running: dict[Reservation, None] = {}
         """The reservations of running calls, in the order in which they started."""
         self._forecast = PeakMemoryForecast(steps)
@@ -175,7 +179,8 @@ class EngineReservations:
                 part = SharedResidency(max(prefix.num_tokens - begin, 0))
                 self.active_prefixes[prefix.key] = part
                 begin = max(begin, prefix.num_tokens)
-                self.cached_prefixes.remove(prefix.key)
+                if prefix.key in self.cached_prefixes:
+                    self.num_cached_tokens -= self.cached_prefixes.pop(prefix.key)
             shared.append(part)
         num_own = request.num_unshared_tokens + self._num_padding
         residency = self._forecast.add(request.num_output, num_own, tuple(shared))
@@ -199,12 +204,13 @@ class EngineReservations:
         self._programs.begin_decode(reservation.request, self._get_step())
         return self._forecast.extend(reservation.residency, reservation.request.num_output)
 
-    def release(self, reservation: Reservation) -> Sequence[bytes]:
-        """Release a call's tokens; return the keys of prefixes that are evicted."""
+    def release(self, reservation: Reservation) -> list[bytes]:
+        """Release a call's tokens; return the keys of prefixes that the engine no longer holds."""
         request = reservation.request
         del self.running[reservation]
         self._programs.end(request.program)
         self._forecast.remove(reservation.residency)
+        gone: list[bytes] = []
         num_released = request.num_unshared_tokens + self._num_padding
         longer: SharedResidency | None = None
         # Longest prefix first, so that the cache evicts the end of a prompt before its start.
@@ -218,19 +224,24 @@ class EngineReservations:
                 num_released += part.num_tokens
             else:  # A reader with other boundaries holds a longer prefix, and these tokens with it.
                 self._forecast.grow_shared(longer, part.num_tokens)
-            num_tokens = prefix.num_tokens - (request.prefixes[i - 1].num_tokens if i else 0)
-            self.cached_prefixes.add(prefix.key, num_tokens, is_expected=prefix.is_expected)
+            if prefix.is_expected:
+                begin = request.prefixes[i - 1].num_tokens if i else 0
+                self.cached_prefixes[prefix.key] = prefix.num_tokens - begin
+                self.num_cached_tokens += prefix.num_tokens - begin
+            else:
+                gone.append(prefix.key)
         self.reserved_tokens -= num_released
         self.num_calls -= 1
         self.num_latency_critical -= request.is_latency_critical
-        return self._evict()
+        return [*gone, *self._evict()]
 
     def _evict(self) -> Sequence[bytes]:
         """Evict cached prefixes that no longer fit; return their keys."""
-        cached = self.cached_prefixes
-        if not cached:
+        if not self.cached_prefixes:
             return ()
         evicted: list[bytes] = []
-        while cached and cached.num_tokens > self.capacity - self._forecast.peak:
-            evicted.append(cached.evict())
+        while self.cached_prefixes and self.num_cached_tokens > self.capacity - self._forecast.peak:
+            key, num_tokens = self.cached_prefixes.popitem(last=False)
+            self.num_cached_tokens -= num_tokens
+            evicted.append(key)
         return evicted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ def submission_body(
     if isinstance(program, Submission | SourceSubmission):
         body: dict[str, Any] = dict(msgspec.to_builtins(program))
     elif isinstance(program, str):
-        if program.lstrip().startswith("{"):
+        if _is_json(program):
             raise TypeError("the text is JSON: pass the object that it contains")
         body = {"source": program}
     elif isinstance(program, Mapping) and ("program" in program or "source" in program):
@@ -95,9 +96,16 @@ def submission_body(
     return body
 
 
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
+
+
 def is_id(text: str) -> bool:
     """Return whether a string may be the id of a program; a text of a program is none."""
-    return not any(map(str.isspace, text.strip()))
+    return re.fullmatch(r"[\w.-]+", text) is not None
 
 
 def new_id() -> str:

@@ -7,7 +7,6 @@ tenant are named; the contexts and calls of others are counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 
 from msgspec import Struct
 
@@ -169,7 +168,7 @@ def _engine_activity(
         shared_tokens=sum(each.num_tokens for each in shared),
         saved_tokens=sum(each.num_tokens * (len(each.readers) - 1) for each in shared),
         tree=kv_tree(reservations, lambda program: find_run(program) is not None),
-        evicted_next=list(islice(reservations.cached_prefixes.sizes(), MAX_CACHED)),
+        evicted_next=list(reservations.cached_prefixes.values())[:MAX_CACHED],
         num_cached_prefixes=len(reservations.cached_prefixes),
         programs=programs,
         num_programs=len(of_programs),

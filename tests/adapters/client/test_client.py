@@ -760,6 +760,19 @@ async def test_attached_client_leaves_steps_without_function_to_others(
     assert put_bodies(double) == []
 
 
+async def test_step_of_a_submitted_text_without_function_fails(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("GET", PROGRAM, kit.status("running"))
+    chunks = [requested(kit, 2, "r", name="stock"), kit.finished(4, "failed")]
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=chunks, gate=has_answer(double)))
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "failed"}))
+    with pytest.raises(RunError):
+        await caller(caller.client.run, "out = client('stock')\nreturn out")
+    assert put_bodies(double)[0]["error"]["code"] == "client.no_function"
+
+
 async def test_outputs_of_an_append_belong_to_the_result(
     caller: Any, double: Any, kit: Any
 ) -> None:

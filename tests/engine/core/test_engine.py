@@ -390,6 +390,20 @@ def test_freed_parent_is_cached_after_its_forks_share() -> None:
     assert server.known[again].filled[0].cached == 12
 
 
+def test_cached_prefix_with_expected_readers_is_evicted_last() -> None:
+    server = ServerDouble(limits(num_blocks=6))
+    for prompt, num_expected in ((A[:8], 8), (b"B" * 8, 0)):
+        context = server.fill(prompt)
+        server.run()
+        server.free(context, keep=8, expected=num_expected)
+    server.fill(b"C" * 16)
+    server.run()
+    expected, other = server.fill(A[:8]), server.fill(b"B" * 8)
+    server.run()
+    assert server.known[expected].filled[0].cached == 8
+    assert server.known[other].filled[0].cached == 0
+
+
 def test_freed_parent_is_released_after_its_step() -> None:
     server = ServerDouble()
     parent = server.fill(A[:16])

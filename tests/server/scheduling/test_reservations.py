@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.scheduling.request import PromptPrefix, ResourceRequest, hash_prefixes
+from conure.server.scheduling.request import ResourceRequest, hash_prefixes
 from conure.server.scheduling.reservations import EngineReservations, Reservation
 
 from .scheduler_harness import prefixes, resource_request
@@ -52,11 +52,11 @@ def test_shared_tokens_count_once_under_any_sequence(
         )
         assert engine.num_calls == len(running)
         assert (
-            engine.cached_prefixes.num_tokens
-            == sum(engine.cached_prefixes.sizes())
+            engine.num_cached_tokens
+            == sum(engine.cached_prefixes.values())
             <= max(engine.capacity - engine.reserved_tokens, 0)
         )
-        assert not set(engine.cached_prefixes) & engine.active_prefixes.keys()
+        assert not engine.cached_prefixes.keys() & engine.active_prefixes.keys()
     for reservation, _ in running:
         engine.release(reservation)
     assert (engine.reserved_tokens, engine.num_calls, engine.active_prefixes) == (0, 0, {})
@@ -71,24 +71,12 @@ def test_cache_evicts_end_of_prompt_first() -> None:
     assert engine.num_new_tokens(first) == 60, "a cached prefix without readers is reserved again"
 
 
-def test_prefix_without_expected_readers_is_evicted_first() -> None:
-    engine = EngineReservations("e", capacity=100, max_calls=9)
-    expected = resource_request(need=40, prefixes=prefixes(40, stays=True))
-    other = resource_request(need=30, prefixes=(PromptPrefix(b"other", 30),))
-    for reader in (expected, other):
-        assert not engine.release(engine.reserve(reader))
-    assert engine.reserve(resource_request(need=50)).evicted == [b"other"]
-    assert engine.num_shared_tokens(expected) == 40
-
-
-def test_prefix_becomes_cached_with_its_last_reader() -> None:
+def test_prefix_without_expected_readers_ends_with_last_reader() -> None:
     engine = EngineReservations("e", capacity=100, max_calls=9)
     reader = resource_request(need=60, prefixes=prefixes(20))
     reservations = [engine.reserve(reader), engine.reserve(reader)]
-    engine.release(reservations[0])
-    assert list(engine.cached_prefixes) == []
-    engine.release(reservations[1])
-    assert list(engine.cached_prefixes) == [b"x20"]
+    assert engine.release(reservations[0]) == []
+    assert engine.release(reservations[1]) == [b"x20"]
 
 
 def test_call_reserves_a_partially_filled_last_block() -> None:

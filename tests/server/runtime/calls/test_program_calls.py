@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from ...inprocess import TENANT, generate, server_harness, var
 
 LONG = "Once upon a time there was a harbour, and the clocks were striking. " * 8
@@ -56,6 +58,29 @@ async def test_later_program_reads_a_value_that_calls_of_an_earlier_one_shared(
             assert status.receipt
             computed.append(status.receipt.prompt_tokens.computed)
         assert computed[1] < 2 * BLOCK < computed[0]
+
+
+async def test_readers_are_expected_of_text_of_the_program_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: dict[int, tuple[int, int]] = {}
+    async with server_harness(tmp_path) as harness:
+        engine = harness.executor.services.engine("engine-0")
+        assert engine is not None
+        free = engine.free
+
+        def observed(context: int, num_cached: int = 0, num_expected: int = 0) -> None:
+            freed[context] = (num_cached, num_expected)
+            free(context, num_cached, num_expected)
+
+        monkeypatch.setattr(engine, "free", observed)
+        calls = [generate(name, LONG, {"input": "report"}, f" {name}?") for name in ("x", "y")]
+        program = await harness.submit(calls, outputs=["x", "y"], inputs={"report": LONG})
+        await program.end()
+    num_text = len(LONG.encode())
+    assert freed
+    for num_cached, num_expected in freed.values():
+        assert num_text - BLOCK < num_expected <= num_text < num_cached
 
 
 async def test_time_in_the_queue_includes_the_time_before_a_new_rank(tmp_path: Path) -> None:

@@ -374,8 +374,11 @@ async def test_timeout_of_a_node_goes_on_after_a_restart(
     monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
     async with server_harness(tmp_path) as harness:
         harness.executor.services.scheduler.pause()
-        failed = await Program(harness, program.id).event("node.failed")
+        restarted = Program(harness, program.id)
+        failed = await restarted.event("node.failed")
         assert failed.data["code"] == "node.timeout"
+        if node["op"] != "generate":
+            assert (await restarted.status()).nodes["n"].attempt == 1
 
 
 async def test_timeout_of_a_job_goes_on_while_none_of_its_nodes_runs(
