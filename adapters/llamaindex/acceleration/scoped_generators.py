@@ -156,7 +156,8 @@ def scope_chat_stream(response: StreamingAgentChatResponse, scope: Scope) -> Non
     So this runs at the start of that reader as well as at the end of the method.
     """
     with scope.lock:
-        reader = response.write_response_to_history_thread
+        # Core 0.12 has no such attribute, and does not join the reader.
+        reader = getattr(response, "write_response_to_history_thread", None)
         if reader is not None and not isinstance(reader, HistoryThread):
             response.write_response_to_history_thread = HistoryThread(reader, scope)
         if isinstance(response.chat_stream, Generator):
