@@ -197,6 +197,10 @@ class DelayedJournalWriter:
         self.batches.append(batch)
         self.came.set()
 
+    def release_first(self) -> None:
+        """Write the first batch only."""
+        self._put(self.batches.pop(0))
+
     def release(self) -> None:
         setattr(self._writer, "put", self._put)  # noqa: B010
         for batch in self.batches:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ...inprocess import Program, client, expr, generate, insert, server_harness, var
+from conure.server.store.records import EndRecord
+
+from ...inprocess import (
+    DelayedJournalWriter,
+    Program,
+    client,
+    expr,
+    generate,
+    insert,
+    server_harness,
+    var,
+)
 from ..control_flow.control_nodes import if_
 
 
@@ -62,20 +74,25 @@ async def test_program_that_was_failing_fails_after_a_restart(tmp_path: Path) ->
     nodes = [
         client("source", "lost", on_error="isolate"),
         client("step", "made", args={"given": either}),
-        *(expr(f"e{number}", var("never")) for number in range(4_000)),
+        *(expr(f"e{number}", var("never")) for number in range(1_000)),
     ]
     async with server_harness(tmp_path) as harness:
         program = await harness.submit(nodes, variables={"never": {}})
         await program.event("client.requested", node="source")
         await program.put_error("lost", "tool.down")
         await program.event("client.requested", node="step")
-        await program.put_error("made", "tool.down")
+        disk = DelayedJournalWriter(harness)
+        putting = asyncio.create_task(program.put_error("made", "tool.down"))
+        await disk.came.wait()
+        assert not any(isinstance(record, EndRecord) for record in disk.batches[0].records)
+        disk.release_first()
         await program.event("node.killed")
-        assert (await program.status()).status == "running"
+        await harness.executor.stop()
+        await asyncio.gather(putting, return_exceptions=True)
     async with server_harness(tmp_path) as harness:
         status = await Program(harness, program.id).end()
         assert status.status == "failed"
-        assert status.nodes["e3999"].status == "killed"
+        assert status.nodes["e999"].status == "killed"
 
 
 @pytest.mark.parametrize("kind", ["if", "nested", "try", "failure"])
