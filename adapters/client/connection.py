@@ -157,7 +157,8 @@ def address_of(base_url: str | None, *, name: str = "base_url") -> str:
     if url.port is not None and not 0 < url.port <= MAX_PORT:
         raise _invalid_url(name, given, f"its port is not between 1 and {MAX_PORT:,}")
     if url.query or url.fragment:
-        raise _invalid_url(name, given, "it has a query or a fragment")
+        example = str(url.copy_with(query=None, fragment=None)).rstrip("/")
+        raise _invalid_url(name, given, "it has a query or a fragment", example)
     if route := _ROUTE.search(url.path):
         example = str(url.copy_with(path=url.path[: route.start()] or "/")).rstrip("/")
         raise _invalid_url(name, given, f"{route[0]} is a route of it", example)

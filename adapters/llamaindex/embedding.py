@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from ..client import AsyncClient, Client
 from ..client.client_cache import ModelClients
 from .client_pickling import state_without_client
+from .llm.request_options import refuse_unknown
 
 
 class ConureEmbedding(BaseEmbedding):
@@ -43,6 +44,8 @@ class ConureEmbedding(BaseEmbedding):
     answer is sent again for some seconds. 0 disables both."""
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
+
+    _refuse_unknown = model_validator(mode="before")(classmethod(refuse_unknown))  # type: ignore[arg-type]  # pydantic binds it
 
     def __getstate__(self) -> dict[Any, Any]:
         return state_without_client(self, super().__getstate__)

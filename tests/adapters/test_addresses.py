@@ -101,7 +101,7 @@ WRONG = {
     "http://a b:8400": "no valid host name",
     "http://host:port": "Invalid port",
     "http://host:84000": "port is not between 1 and 65,535",
-    "http://host:8400?key=1": "a query or a fragment",
+    "http://host:8400?key=1": "a query or a fragment; write for example http://host:8400$",
     "https://host:8400/llm/v1/chat/completions": "/v1/chat/completions is a route of it; "
     "write for example https://host:8400/llm$",
 }

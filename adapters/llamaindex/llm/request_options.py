@@ -22,18 +22,20 @@ call cannot have its own headers."""
 
 
 def refuse_unknown(owner: type[BaseModel], given: Any) -> Any:
-    """Return the arguments of an LLM's class, unless one is not a field of it.
+    """Return the arguments of a class, unless one is not a field of it.
 
     Raises:
         ValueError: with the name of the argument.
     """
     if isinstance(given, Mapping):
-        for name in given.keys() & _SAMPLING - owner.model_fields.keys():
-            raise ValueError(
-                f"unknown argument {name}={given[name]!r} of Conure; {name} is an option of calls: "
-                f"pass additional_kwargs={{{name!r}: {given[name]!r}}}"
-            )
-        check_arguments(given, owner.model_fields, "Conure")
+        known = owner.model_fields
+        if "additional_kwargs" in known:
+            for name in given.keys() & _SAMPLING - known.keys():
+                raise ValueError(
+                    f"unknown argument {name}={given[name]!r} of {owner.__name__}; {name} is an "
+                    f"option of calls: pass additional_kwargs={{{name!r}: {given[name]!r}}}"
+                )
+        check_arguments(given, known, owner.__name__)
     return given
 
 

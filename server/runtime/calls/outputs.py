@@ -166,7 +166,8 @@ def value_of(
             "output.invalid",
             f"output {target.variable} does not satisfy its schema: {_excerpt(report.text)}. While "
             "the model writes, only a part of this schema is enforced (not uniqueItems, contains, "
-            "dependentRequired, not, or alternatives that overlap): simplify it, or set retries",
+            "dependentRequired, not, or alternatives that overlap): simplify it, or give the node "
+            "`retries`",
         )
     # The beginning of a choice is not a choice, and a program would take another branch for it.
     has_choices = target.constraint is not None and target.constraint.choices is not UNSET

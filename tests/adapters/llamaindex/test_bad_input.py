@@ -21,7 +21,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, conure_run
+from conure.adapters.llamaindex import Conure, ConureEmbedding, accelerate, conure_run
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import (
@@ -148,6 +148,11 @@ async def test_invalid_call_raises_with_the_reason(
 def test_unknown_argument_of_the_class_is_refused(name: str, cure: str) -> None:
     with pytest.raises(ValidationError, match=f"unknown argument {name}=0 of Conure; {cure}"):
         Conure(**cast(Any, {name: 0}))
+
+
+def test_embedding_suggests_its_name_of_the_model() -> None:
+    with pytest.raises(ValidationError, match="did you mean `model_name`"):
+        ConureEmbedding(**cast(Any, {"model": "default"}))
 
 
 @pytest.mark.parametrize("way", LLM_WAYS)
