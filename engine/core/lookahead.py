@@ -282,6 +282,7 @@ def _new_row(
     if samples and generation is not None and generation.finish_reason is None:
         new.sampling = generation.sampling
         new.token_counts = own.token_counts
+        new.biases = own.biases
         new.mask = own.mask
         new.is_deferred = new.previous_id_index is not None and (
             generation.constraint is not None or has_penalty(generation.sampling)

@@ -21,7 +21,7 @@ from .. import protocol
 from ..constraints.state import ConstraintState
 from ..kv.manager import KVCacheManager
 from ..runner.base import Runner
-from ..sampling.token_counts import TokenCounts, has_penalty
+from ..sampling.token_counts import TokenBiases, TokenCounts, has_penalty
 from ..text.detokenizer import NUM_CONTEXT, Detokenizer, load_tokenizer
 from .command_validation import check_generate, check_ids, check_length
 from .context import Context, EngineCounters
@@ -117,6 +117,8 @@ class OutputProcessor:
         context.generated_ranges.append([length, length])
         context.row.num_prompt = length
         context.row.token_counts = TokenCounts(length) if has_penalty(sampling) else None
+        bias = sampling.logit_bias
+        context.row.biases = TokenBiases.of(bias) if bias else None
 
     def append_forced(self, context: Context) -> None:
         """Append the tokens that the constraint of a new output forces, if there are any."""

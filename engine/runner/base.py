@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..protocol import EngineLimits, ModelPurpose, SamplingParams, TokenLogprob
-from ..sampling.token_counts import TokenCounts
+from ..sampling.token_counts import TokenBiases, TokenCounts
 
 
 @dataclass(slots=True)
@@ -49,6 +49,8 @@ class ScheduledSequence:
     """With `sampling`: number of ids before the output of the current Generate."""
     token_counts: TokenCounts | None = None
     """With `sampling`: token counts for penalties; None counts the tokens of the row."""
+    biases: TokenBiases | None = None
+    """With `sampling`: its `logit_bias`; None converts it again."""
     mask: bytes | None = None
     """With `sampling`: bitmask of the allowed ids, little-endian. Ids beyond the last bit are not
     allowed. It covers EOS and stop ids, too. None allows all ids."""

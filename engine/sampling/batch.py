@@ -17,7 +17,7 @@ Shapes: S sampling rows - V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +30,7 @@ from conure.kernels.sampling import LEAST_TEMPERATURE
 from ..protocol import SamplingParams, TokenLogprob
 from ..runner.base import ScheduledSequence
 from .sampler import LogitOpsBatch, sample_tokens
-from .token_counts import TokenCounts, has_penalty
+from .token_counts import TokenBiases, TokenCounts, has_penalty
 
 Words: TypeAlias = NDArray[np.uint64]
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -179,50 +179,78 @@ def _penalty_and_bias_ops(
 ) -> Arrays:
     places: list[NDArray[np.int64]] = [_integers(())]
     factors: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
-    biases: dict[int, float] = {}
+    bias_places: list[NDArray[np.int64]] = [_integers(())]
+    bias_values: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    ban_places: list[int] = []
     for index, row in enumerate(rows):
-        params, counts = _params(row), _token_counts(row)
+        params = _params(row)
+        counts = _token_counts(row) if has_penalty(params) else None
         first = index * vocab_size
-        if params.repetition_penalty != 1:
+        if counts is not None and params.repetition_penalty != 1:
             places.append(first + np.array(counts.distinct, np.int64))
             factor = max(params.repetition_penalty, _LEAST_PENALTY)
             factors.append(np.full(len(places[-1]), factor, np.float32))
-        for token, amount in _biases(row, counts, eos_ids):
-            if 0 <= token < vocab_size:
-                biases[first + token] = biases.get(first + token, 0.0) + amount
+        banned = _banned(row, eos_ids)
+        if params.presence_penalty or params.frequency_penalty or params.logit_bias:
+            tokens, amounts = _biases(row, counts, banned, vocab_size)
+            bias_places.append(first + tokens)
+            bias_values.append(amounts.astype(np.float32))
+        else:  # mostly; without an array for each row
+            ban_places += [first + token for token in banned if 0 <= token < vocab_size]
+    bias_places.append(_integers(ban_places))
+    bias_values.append(np.full(len(ban_places), _BANNED, np.float32))
     return {
         "penalty_places": np.concatenate(places),
         "penalty_factors": np.concatenate(factors),
-        "bias_places": _integers(biases),
-        "bias_values": np.fromiter(biases.values(), np.float32, len(biases)),
+        "bias_places": np.concatenate(bias_places),
+        "bias_values": np.concatenate(bias_values),
     }
 
 
 def _token_counts(row: ScheduledSequence) -> TokenCounts:
-    """Return the updated token counts of a row; empty counts if it has no penalty."""
+    """Return the updated token counts of a row."""
     counts = TokenCounts(row.num_prompt) if row.token_counts is None else row.token_counts
-    if has_penalty(_params(row)):
-        counts.update(row.ids)
+    counts.update(row.ids)
     return counts
 
 
 def _biases(
-    row: ScheduledSequence, counts: TokenCounts, eos_ids: Sequence[int]
-) -> Iterator[tuple[int, float]]:
-    """Yield tokens and amounts to add to their logits. A token may occur more than once."""
+    row: ScheduledSequence, counts: TokenCounts | None, banned: Sequence[int], vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return tokens, each once, and the amounts to add to their logits."""
     params = _params(row)
+    tokens: list[NDArray[np.int64]] = []
+    amounts: list[NDArray[np.float64]] = []
     presence, frequency = params.presence_penalty, params.frequency_penalty
-    if presence != 0 or frequency != 0:
-        for token, count in counts.generated.items():
-            yield token, -(presence + frequency * count)
-    yield from params.logit_bias
+    if counts is not None and (presence != 0 or frequency != 0):
+        tokens.append(np.array(counts.generated, np.int64))
+        amounts.append(-(presence + frequency * np.array(counts.counts, np.float64)))
+    if params.logit_bias:
+        biases = TokenBiases.of(params.logit_bias) if row.biases is None else row.biases
+        tokens.append(np.array(biases.tokens, np.int64))
+        amounts.append(np.array(biases.amounts, np.float64))
+    if banned:
+        tokens.append(np.array(banned, np.int64))
+        amounts.append(np.full(len(banned), _BANNED))
+    if len(tokens) == 1:
+        distinct, sums = tokens[0], amounts[0]
+    else:
+        distinct, places = np.unique(np.concatenate(tokens), return_inverse=True)
+        sums = np.bincount(places, np.concatenate(amounts))
+    is_known = (distinct >= 0) & (distinct < vocab_size)
+    return distinct[is_known], sums[is_known]
+
+
+def _banned(row: ScheduledSequence, eos_ids: Sequence[int]) -> list[int]:
+    """Return the tokens that a row must not sample, each once; a mask covers them already."""
+    params = _params(row)
     if row.mask is not None:
-        return
+        return []
     is_below_min = row.length - row.num_prompt < params.min_tokens
-    if is_below_min or params.ignore_eos:
-        yield from ((token, _BANNED) for token in eos_ids)
+    banned = [*eos_ids] if is_below_min or params.ignore_eos else []
     if is_below_min:
-        yield from ((token, _BANNED) for token in params.stop_token_ids)
+        banned += params.stop_token_ids
+    return list(dict.fromkeys(banned))
 
 
 def _mask_ops(rows: Sequence[ScheduledSequence], vocab_size: int) -> Arrays:

@@ -204,12 +204,17 @@ class Detokenizer:
         """Return the length of the longest tail that may be the beginning of a stop string."""
         if self.stop is not None:
             return 0
-        longest = min(self._max_stop - 1, len(self.text) - self._search_from)
-        for length in range(longest, 0, -1):
-            tail = self.text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+        text, end = self.text, len(self.text)
+        first = end  # where the longest tail so far begins
+        for stop in self._stop:
+            # Only tails that begin like the stop string: there are few.
+            begin = text.find(stop[0], max(self._search_from, end - len(stop) + 1), first)
+            while begin >= 0:
+                if stop.startswith(text[begin:]):
+                    first = begin
+                    break
+                begin = text.find(stop[0], begin + 1, first)
+        return end - first
 
     def _return_until(self, end: int) -> str:
         begin, self._num_returned = self._num_returned, max(self._num_returned, end)
