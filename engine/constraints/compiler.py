@@ -1,9 +1,10 @@
 """Compiles, caches and advances the constraints of all outputs, without blocking the step loop.
 
-Two threads run what may take long. The *compile thread* first tries a new constraint in the
-sandbox process, then compiles it. The *advance thread* advances the grammars that turned out to
-be slow, and compiles those again whose lexer is exhausted. Work that an output waits for runs
-before checks of constraints. The step loop continues meanwhile and collects finished work
+Three threads run what may take long. The *compile thread* first tries a new constraint in a sandbox
+process, then compiles it. The *text thread* validates finished texts against relaxed schemas, in a
+sandbox of its own. The *advance thread* advances the grammars that turned out to be slow, and
+compiles those again whose lexer is exhausted. Work that an output waits for runs before checks of
+constraints. The step loop continues meanwhile and collects finished work
 (`collect`). A file descriptor (`fileno`) becomes readable when there is any, so that an idle loop
 wakes up.
 
@@ -82,6 +83,7 @@ class ConstraintCompiler:
         eos_ids: Sequence[int],
         *,
         sandbox: SandboxedGrammarCheck | None = None,
+        text_sandbox: SandboxedGrammarCheck | None = None,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         """Build the compiler's tokenizer: milliseconds for bytes, seconds for 100,000 tokens.
@@ -93,7 +95,12 @@ class ConstraintCompiler:
             raise ValueError("the model has no end token")
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         self._eos_ids = tuple(eos_ids)
-        self._sandbox = sandbox or SandboxedGrammarCheck(_special_tokens(tokenizer_json))
+        special_tokens = _special_tokens(tokenizer_json)
+        self._sandbox = sandbox or SandboxedGrammarCheck(special_tokens)
+        self._text_sandbox = text_sandbox or SandboxedGrammarCheck(special_tokens)
+        """Validates texts, which takes seconds under some schemas: no compilation waits for it."""
+        self._slow_schemas: LRUCache[bytes, tuple[float, protocol.EngineError]] = LRUCache(1_024)
+        """Schemas under which a text took too long: when, on the monotonic clock, and the error."""
         self._grammars: LRUCache[bytes, _CachedGrammar] = LRUCache(
             max_cached_bytes, getsizeof=attrgetter("num_bytes")
         )
@@ -107,6 +114,7 @@ class ConstraintCompiler:
         self._lock = threading.RLock()
         """Guards the cache, `_waiting`, `_ready` and the pipe."""
         self._compile_thread = _WorkerThread("compile grammars")
+        self._text_thread = _WorkerThread("validate texts")
         self._advance_thread = _WorkerThread("advance slow grammars")
 
     # --- called by the step loop --------------------------------------------------------
@@ -148,22 +156,20 @@ class ConstraintCompiler:
         """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
 
         def validate() -> None:
-            reply = self._sandbox.validate(SandboxRequest(constraint.source, text))
-            constraint.is_valid = reply.matches is not False
+            constraint.is_valid = self._matches(constraint.source, text)
 
-        self._submit(constraint, self._compile_thread, validate)
+        self._submit(constraint, self._text_thread, validate)
 
     def submit_check(self, command: protocol.ValidateConstraint) -> None:
         """Check a constraint, and optionally a text against it. `collect` returns the result."""
         self._num_pending += 1
         until_s = time.monotonic() + CHECK_S
-        self._compile_thread.submit(
-            lambda: self._add_ready(self._check(command, until_s)), is_check=True
-        )
+        self._compile_thread.submit(lambda: self._check(command, until_s), is_check=True)
 
     def release(self, constraint: ConstraintState) -> None:
         """Stop waiting for a grammar, or account for its growth, when an output ends."""
         with self._lock:
+            constraint.is_released = True
             waiting = self._waiting.get(constraint.key, [])
             if constraint in waiting:
                 waiting.remove(constraint)
@@ -204,9 +210,10 @@ class ConstraintCompiler:
 
     def close(self) -> None:
         """Stop threads and sandbox. Nothing can be collected afterwards."""
-        self._compile_thread.stop()
-        self._advance_thread.stop()
+        for thread in (self._compile_thread, self._text_thread, self._advance_thread):
+            thread.stop()
         self._sandbox.close()
+        self._text_sandbox.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
 
@@ -225,8 +232,9 @@ class ConstraintCompiler:
 
     def _run(self, constraint: ConstraintState, job: _Job) -> None:
         try:
-            job()
-            if constraint.is_exhausted:
+            if not constraint.is_released:
+                job()
+            if not constraint.is_released and constraint.is_exhausted:
                 self._restart(constraint)
         except Exception as error:
             # Without a result, the output would wait forever.
@@ -283,25 +291,51 @@ class ConstraintCompiler:
         cached = self._grammars.get(key)
         return None if cached is None or time.monotonic() >= cached.retry_at_s else cached
 
-    def _check(self, command: protocol.ValidateConstraint, until_s: float) -> protocol.Checked:
+    def _check(self, command: protocol.ValidateConstraint, until_s: float) -> None:
+        """Check a constraint; then check its text, if it has one, in the thread for texts."""
         if time.monotonic() > until_s:
-            return protocol.Checked(
-                command.nonce,
-                code="constraint.unavailable",
-                message=f"the constraint was not checked within {CHECK_S:g} s because others came "
-                "first; try again",
-            )
+            self._add_ready(_unchecked(command))
+            return
         cached = self._get_or_compile(_key(command.constraint), command.constraint)
-        error, matches = cached.error, None
-        if error is None and command.text is not None:
-            try:
-                request = SandboxRequest(command.constraint, command.text)
-                matches = self._sandbox.validate(request).matches
-            except Exception as failure:
-                error = _reported(failure)
-        if error is not None:
-            return protocol.Checked(command.nonce, code=error.code, message=error.message)
-        return protocol.Checked(command.nonce, is_relaxed=cached.is_relaxed, matches=matches)
+        if cached.error is not None:
+            self._add_ready(_failed(command, cached.error))
+        elif command.text is None:
+            self._add_ready(protocol.Checked(command.nonce, is_relaxed=cached.is_relaxed))
+        else:
+            is_relaxed, text = cached.is_relaxed, command.text
+            self._text_thread.submit(
+                lambda: self._add_ready(self._check_text(command, text, until_s, is_relaxed)),
+                is_check=True,
+            )
+
+    def _check_text(
+        self, command: protocol.ValidateConstraint, text: str, until_s: float, is_relaxed: bool
+    ) -> protocol.Checked:
+        if time.monotonic() > until_s:
+            return _unchecked(command)
+        try:
+            matches = self._matches(command.constraint, text)
+        except Exception as failure:
+            return _failed(command, _reported(failure))
+        return protocol.Checked(command.nonce, is_relaxed=is_relaxed, matches=matches)
+
+    def _matches(self, source: str, text: str) -> bool:
+        """Return whether a text matches a constraint. Called by the thread for texts.
+
+        Raises:
+            EngineError: as `SandboxedGrammarCheck.validate`. Texts of a schema under which one took
+                too long fail for `RETRY_S`: meanwhile those of others are validated.
+        """
+        key = _key(source)
+        at_s, error = self._slow_schemas.get(key, (-math.inf, None))
+        if error is not None and time.monotonic() < at_s + RETRY_S:
+            raise _copy(error)
+        try:
+            return self._text_sandbox.validate(SandboxRequest(source, text)).matches is not False
+        except protocol.EngineError as failure:
+            if failure.code == "constraint.too_complex":
+                self._slow_schemas[key] = (time.monotonic(), _copy(failure))
+            raise
 
     def _restart(self, constraint: ConstraintState) -> None:
         """Continue an output whose lexer is exhausted with that of a grammar compiled again.
@@ -358,6 +392,19 @@ class _WorkerThread:
             except Exception:
                 # Later jobs would wait forever for a thread that has ended.
                 _log.exception("a job of the thread to %s failed", self._name)
+
+
+def _unchecked(command: protocol.ValidateConstraint) -> protocol.Checked:
+    return protocol.Checked(
+        command.nonce,
+        code="constraint.unavailable",
+        message=f"the constraint was not checked within {CHECK_S:g} s because others came first; "
+        "try again",
+    )
+
+
+def _failed(command: protocol.ValidateConstraint, error: protocol.EngineError) -> protocol.Checked:
+    return protocol.Checked(command.nonce, code=error.code, message=error.message)
 
 
 def _reported(error: Exception) -> protocol.EngineError:

@@ -58,6 +58,8 @@ class ConstraintState:
         self.key = key
         self.is_busy = True
         """A worker thread owns the state. The fields below are not valid."""
+        self.is_released = False
+        """The output has ended: what worker threads still have to do for it is dropped."""
         self.is_relaxed = False
         """The grammar allows more than the schema it was compiled from."""
         self.compiled_source = source

@@ -236,7 +236,7 @@ def _biases(
         distinct, sums = tokens[0], amounts[0]
     else:
         distinct, places = np.unique(np.concatenate(tokens), return_inverse=True)
-        sums = np.bincount(places, np.concatenate(amounts))
+        sums = np.bincount(places, np.concatenate(amounts)).astype(np.float64)
     is_known = (distinct >= 0) & (distinct < vocab_size)
     return distinct[is_known], sums[is_known]
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
@@ -45,13 +46,22 @@ MakeCompiler = Callable[..., ConstraintCompiler]
 
 
 @pytest.fixture
-def make(sandbox: CountingSandbox) -> Iterator[MakeCompiler]:
+def text_sandbox() -> CountingSandbox:
+    return CountingSandbox()
+
+
+@pytest.fixture
+def make(sandbox: CountingSandbox, text_sandbox: CountingSandbox) -> Iterator[MakeCompiler]:
     """Compilers over the byte tokenizer, closed at the end of the test."""
     with ExitStack() as stack:
 
-        def make(**options: int) -> ConstraintCompiler:
+        def make(**options: Any) -> ConstraintCompiler:
             constraints = ConstraintCompiler(
-                byte_tokenizer.tokenizer_json(), byte_tokenizer.EOS_IDS, sandbox=sandbox, **options
+                byte_tokenizer.tokenizer_json(),
+                byte_tokenizer.EOS_IDS,
+                sandbox=sandbox,
+                text_sandbox=text_sandbox,
+                **options,
             )
             stack.callback(constraints.close)
             return constraints
@@ -138,6 +148,7 @@ def test_cached_error_keeps_no_caller(constraints: ConstraintCompiler) -> None:
 def test_failure_that_no_constraint_causes_is_not_cached(
     constraints: ConstraintCompiler,
     sandbox: CountingSandbox,
+    text_sandbox: CountingSandbox,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     code: str,
@@ -155,7 +166,7 @@ def test_failure_that_no_constraint_causes_is_not_cached(
     constraints.submit_check(protocol.ValidateConstraint(1, source))
     assert wait(constraints, 1) == [protocol.Checked(1)]
     with monkeypatch.context() as broken:
-        broken.setattr(sandbox, "validate", fail)
+        broken.setattr(text_sandbox, "validate", fail)
         constraints.submit_check(protocol.ValidateConstraint(2, source, "a"))
         [checked] = wait(constraints, 1)
         assert isinstance(checked, protocol.Checked)
@@ -190,6 +201,60 @@ def test_failure_that_takes_long_is_kept_for_a_time(
     state = constraints.create(check.constraint, 10)
     assert wait(constraints, 1) == [state]
     assert state.error is None
+
+
+def test_compilation_does_not_wait_for_texts(
+    constraints: ConstraintCompiler, text_sandbox: CountingSandbox
+) -> None:
+    source = lark('start: "a"')
+    constraints.submit_check(protocol.ValidateConstraint(1, source))
+    wait(constraints, 1)
+    text_sandbox.is_open.clear()
+    constraints.submit_check(protocol.ValidateConstraint(2, source, "a"))
+    state = constraints.create(lark('start: "b"'), 10)
+    assert wait(constraints, 1) == [state]
+    text_sandbox.is_open.set()
+    assert wait(constraints, 1) == [protocol.Checked(2, matches=True)]
+
+
+def test_text_of_an_ended_output_is_not_validated(
+    constraints: ConstraintCompiler, text_sandbox: CountingSandbox
+) -> None:
+    states = [constraints.create(lark('start: "a"'), 10) for _ in range(2)]
+    wait(constraints, 2)
+    text_sandbox.is_open.clear()
+    for state in states:
+        constraints.validate_text(state, "a")
+    constraints.release(states[1])
+    text_sandbox.is_open.set()
+    wait(constraints, 2)
+    assert len(text_sandbox.requests) == 1
+
+
+def test_schema_under_which_a_text_takes_too_long_is_remembered(
+    constraints: ConstraintCompiler,
+    text_sandbox: CountingSandbox,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_tried, now_s = 0, 100.0
+
+    def fail(request: SandboxRequest) -> SandboxReply:
+        nonlocal num_tried
+        num_tried += 1
+        raise protocol.EngineError("constraint.too_complex", "too slow")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(text_sandbox, "validate", fail)
+    for _ in range(2):
+        constraints.submit_check(protocol.ValidateConstraint(1, lark('start: "a"'), "a"))
+        [checked] = wait(constraints, 1)
+        assert isinstance(checked, protocol.Checked)
+        assert checked.code == "constraint.too_complex"
+    assert num_tried == 1
+    now_s += compiler.RETRY_S
+    constraints.submit_check(protocol.ValidateConstraint(1, lark('start: "a"'), "a"))
+    wait(constraints, 1)
+    assert num_tried == 2
 
 
 def test_thread_survives_a_job_that_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,7 +86,8 @@ def harness_of(shared: ConstraintCompiler) -> MakeHarness:
 def gated() -> Iterator[tuple[ConstraintHarness, GatedSandbox]]:
     runner, gate = fake(), GatedSandbox()
     harness = ConstraintHarness(
-        runner, ConstraintCompiler(runner.tokenizer_json, runner.eos_ids, sandbox=gate)
+        runner,
+        ConstraintCompiler(runner.tokenizer_json, runner.eos_ids, sandbox=gate, text_sandbox=gate),
     )
     yield harness, gate
     gate.is_open.set()
