@@ -93,6 +93,8 @@ class PrefixSharing:
         end = min(parent.num_computed, context.parent_len, begin + size)
         if end <= context.num_computed or parent.depth < index:
             return
+        if end == begin + size:
+            return  # A full block is shared through the tree once no step in flight rewrites it.
         block = parent.blocks[index]
         if block in self._unwritten or parent.ids[begin:end] != context.ids[begin:end]:
             return
