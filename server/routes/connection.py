@@ -4,7 +4,7 @@ Responsibility: what one connection may hold. `asyncio` protocols only; routes d
 
 Invariants: a connection that waits for the rest of a request, or for its client to read, ends after
 a time. Memory of a connection is bounded before and after the head of a request is parsed. No
-refusal is written into a response that has begun.
+refusal is written into a response that has begun. A request with `Upgrade` is answered as without.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any, Final
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -60,11 +61,42 @@ class ConnectionLimits:
     """Bytes of the bodies of all requests that are not answered yet."""
 
 
+class _RequestParser(HttpRequestParser):
+    """httptools' parser. At the head of a request with `Upgrade` it stops, and keeps the rest.
+
+    httptools calls `on_message_complete` after such a head, also if a body follows.
+    """
+
+    def __init__(self, protocol: BoundedHttpProtocol) -> None:
+        super().__init__(protocol)
+        # As uvicorn: a request after one with `Connection: close` is no error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.rest: bytes | None = None
+        """What follows the head with `Upgrade`."""
+
+    def feed_data(self, data: Any) -> None:
+        """Parse data up to the end, or to that of a head with `Upgrade`."""
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if not self.has_upgrade:
+                raise
+            self.rest = data[upgrade.args[0] :]
+
+    @property
+    def has_upgrade(self) -> bool:
+        """Whether the head of the current request has `Upgrade`."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, with limits."""
 
+    parser: _RequestParser
+
     def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
+        self.parser = _RequestParser(self)
         self._limits = limits
         self._num_body_bytes = 0
         self._num_head_bytes = 0
@@ -111,6 +143,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse(HEAD_TOO_LARGE, "request.head_too_large", message)
                 return
         super().data_received(data)
+        while self.parser.rest is not None:
+            data = self._head_without_upgrade() + self.parser.rest
+            self.parser = _RequestParser(self)
+            super().data_received(data)
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head that was parsed last, without `Upgrade`. HTTP lets a server ignore it."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + HEAD_END
 
     def _add_to_head(self, data: bytes) -> bool:
         """Count the bytes of a head; return whether it is, or ends, within its limit."""
@@ -129,6 +172,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the body. uvicorn does not read the body of a request that waits for another."""
+        if self.parser.has_upgrade:
+            return  # the head is parsed again
         self._is_in_head = False
         self._stop_deadline()
         if self._num_unanswered == 0:
@@ -165,6 +210,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End the request."""
+        if self.parser.has_upgrade:
+            return
         self._stop_deadline()
         self._is_in_head, self._has_begun = True, False
         self._num_head_bytes, self._end_of_head = 0, b""

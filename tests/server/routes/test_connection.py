@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 import uvicorn
 
 from conure.server.app import create_app
@@ -204,3 +205,36 @@ async def test_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None
             headers = {"Last-Event-ID": ids[-2].split()[1].decode()}
             rest = await client.get(f"{url}{path}/events", headers=headers)
             assert rest.content.count(b"id:") == 1
+
+
+async def test_an_upgrade_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = b'{"model": "default", "prompt": "Hi"}'
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head = START.replace(b"GET /healthz", b"POST /v1/tokenize") + upgrade
+    head += b"Content-Type: application/json\r\n"
+    sized = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    socket_ = START + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    last = START + b"Connection: close, upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with bounded(tmp_path) as server:
+        reader, writer = await connect(server, sized + chunked + socket_ + sized[:-5])
+        await reader.readuntil(b'"tokens"')
+        writer.write(sized[-5:] + last)
+        answer = await answer_of((reader, writer))
+    assert answer.count(b'"tokens"') == 2
+    assert answer.count(b" 200 OK") == 4
+    assert caplog.records == []
+
+
+async def test_the_limits_hold_after_an_upgrade(tmp_path: Path) -> None:
+    upgrade = START + b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n\r\n"
+    async with bounded(tmp_path, head_s=0.05) as server:
+        answer = await answer_of(await connect(server, upgrade + START))
+        assert answer.count(b" 200 OK") == 1
+        assert b" 408 " in answer
+
+
+async def test_a_tunnel_is_refused(tmp_path: Path) -> None:
+    async with bounded(tmp_path, head_s=0.05, body_s=0.05) as server:
+        head = b"CONNECT example.com:80 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        assert b"HTTP/1.1 4" in await answer_of(await connect(server, head))
