@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from msgspec import UNSET, Struct
 
-from ...program.errors import ConureError
-from ...program.ir import Json
+from ...program.decoding.bodies import revalidate
+from ...program.errors import ConflictError, ConureError
+from ...program.ir import Append, Json
 from ...program.status import Event, ProgramStatus
 from ...service import Service
 from ..problem import MissingValueError
@@ -145,6 +146,7 @@ class RequestExecution:
         num_answers: int = 1,
         owns_program: bool = True,
         after: int = 0,
+        kill: Append | None = None,
     ) -> None:
         """Follow calls of a program.
 
@@ -156,6 +158,7 @@ class RequestExecution:
             num_answers: calls per prompt.
             owns_program: whether the program consists of these calls.
             after: a sequence number before the calls' first events.
+            kill: cancels the calls in a program that goes on.
         """
         self._service = service
         self._program = program
@@ -165,6 +168,7 @@ class RequestExecution:
         self.owns_program = owns_program
         """Whether the program ends with the request."""
         self._after = after
+        self._kill = kill
         self._variables = [call.variable for call in calls]
 
     async def result(self) -> RequestResult:
@@ -220,13 +224,18 @@ class RequestExecution:
         raise draining_error()
 
     async def cancel(self) -> None:
-        """Cancel the program if it still runs and has no other calls. Never raises."""
-        if not self.owns_program:
-            return
+        """Cancel the calls that still run, unless others need them. Never raises."""
+        service, program, tenant = self._service, self._program, self._tenant
         try:
-            await self._service.cancel(self._program, tenant=self._tenant)
+            if self.owns_program:
+                await service.cancel(program, tenant=tenant)
+            elif self._kill is not None:
+                append, body = revalidate(self._kill)
+                await service.append(program, append, body=body, tenant=tenant)
+        except ConflictError:
+            pass  # the session has ended, or takes no more nodes
         except ConureError as exc:
-            logger.warning("failed to cancel program=%s code=%s", self._program, exc.code)
+            logger.warning("failed to cancel program=%s code=%s", program, exc.code)
 
     async def _missing_value_error(self, variables: list[str]) -> MissingValueError:
         """Return the error of the first variable that failed. Others may be missing only because it

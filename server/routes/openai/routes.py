@@ -3,7 +3,7 @@
 `chat` and `completions` translate requests, `execution` follows their calls, `chat_answers` and
 `completion_answers` build the responses, and `errors` builds error bodies in OpenAI's format.
 
-Invariants: a client that disconnects cancels its program; an error before the first text is an HTTP
+Invariants: a client that disconnects cancels its calls; an error before the first text is an HTTP
 error, a later one is the last event of the stream.
 """
 
@@ -216,13 +216,13 @@ async def _start(
     """Submit the calls of a request; return their execution, and an id for the response."""
     service, tenant = service_of(request), tenant_of(request)
     calls = [RequestCall(call_node(i), answer_variable(i)) for i in range(len(nodes))]
-    after = 0
+    after, kill = 0, None
     if body.conure is None:
         submission, encoded = revalidate(submission_of(name, body, nodes))
         accepted, _ = await service.submit(submission, body=encoded, tenant=tenant)
         program = request_id = accepted.id
     else:
-        program, calls, after = await append_calls(Sessions.of(request), body.conure, nodes)
+        program, calls, after, kill = await append_calls(Sessions.of(request), body.conure, nodes)
         request_id = f"{program}-{calls[0].node}"
     execution = RequestExecution(
         service,
@@ -232,6 +232,7 @@ async def _start(
         num_answers=body.n or 1,
         owns_program=body.conure is None,
         after=after,
+        kill=kill,
     )
     return execution, request_id
 

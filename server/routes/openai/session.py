@@ -23,6 +23,7 @@ from ...program.ir import (
     Append,
     ExprNode,
     GenerateNode,
+    KillNode,
     Message,
     Objective,
     Output,
@@ -45,6 +46,8 @@ class AppendedCalls(NamedTuple):
     """The calls under their names there."""
     after: int
     """A sequence number before their first events."""
+    kill: Append | None
+    """Cancels the calls; None if a variable of the session needs them."""
 
 
 async def append_calls(
@@ -74,7 +77,16 @@ async def append_calls(
     program = known or await sessions.open(name=binding.session)
     after = sessions.service.last_seq
     await sessions.service.append(program, append, body=body, tenant=sessions.tenant)
-    return AppendedCalls(program, calls, after)
+    # A killed call would leave the variable without a value, and no other request could write it.
+    kill = None if binding.write is not None else _kill(calls)
+    return AppendedCalls(program, calls, after, kill)
+
+
+def _kill(calls: Sequence[RequestCall]) -> Append:
+    """Return what cancels the calls of a request and no others."""
+    suffix = calls[0].node.partition("_")[2]
+    targets = [call.variable for call in calls]
+    return Append(nodes=[KillNode(id=f"k_{suffix}", targets=targets, when=True)])
 
 
 def _lower(

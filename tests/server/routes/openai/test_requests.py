@@ -18,7 +18,7 @@ from conure.server.config import Config
 from conure.server.program.status import Event
 
 from ...inprocess import answer
-from ...service_double import in_process, over_socket
+from ...service_double import client_at, in_process, over_socket, until
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
@@ -328,3 +328,36 @@ async def test_usage_counts_cached_tokens(tmp_path: Path) -> None:
         assert cached[0] == cached[2] == 0
         assert cached[1] is not None
         assert cached[1] > 100
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_a_disconnect_in_a_session_cancels_only_the_calls_of_its_request(
+    tmp_path: Path, path: str
+) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake", time_per_output_token=0.01))
+    text = {"prompt": "Hi"} if path == "completions" else {"messages": HI}
+    body = {**GREEDY, **text, "conure": {"session": "shop"}}
+    long = {"stream": True, "n": 2, "max_tokens": 1_000, "ignore_eos": True}
+    async with over_socket(app) as url, client_at(url) as client:
+        other = asyncio.ensure_future(client.post(f"/v1/{path}", json={**body, "max_tokens": 40}))
+        await until(lambda: bool(app.state.service.programs))
+        async with client.stream("POST", f"/v1/{path}", json={**body, **long}) as stream:
+            assert stream.status_code == 200
+        [run] = app.state.service.programs
+        nodes = run.state.nodes.values()
+        await until(lambda: [node.phase for node in nodes].count("killed") == 2)
+        assert (await other).status_code == 200
+        assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
+
+
+async def test_a_disconnect_does_not_cancel_the_writer_of_a_variable(tmp_path: Path) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake", time_per_output_token=0.01))
+    body = {**GREEDY, "prompt": "Hi", "stream": True}
+    async with over_socket(app) as url, client_at(url) as client:
+        written = {**body, "conure": {"session": "shop", "write": "ad"}}
+        async with client.stream("POST", "/v1/completions", json=written) as stream:
+            assert stream.status_code == 200
+        read = {"conure": {"session": "shop", "read": {"ad": "ad"}}}
+        later = {**GREEDY, "prompt": "Shorter: {{ad}}", **read}
+        found = await client.post("/v1/completions", json=later)
+    assert found.json()["choices"][0]["text"] == answer(f"Shorter: {answer('Hi')}")
