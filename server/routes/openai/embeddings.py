@@ -25,6 +25,7 @@ from .request_fields import TokenId, read_request
 from .routes import check_model
 
 MAX_TEXTS = 2_048
+"""Maximum texts of a request: OpenAI's limit."""
 MAX_TOKENS = 300_000
 """Maximum tokens of all texts of a request: OpenAI's limit."""
 
@@ -36,7 +37,7 @@ class EmbeddingsRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The body of `POST /v1/embeddings`."""
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
-    input: TextInput | Annotated[list[TextInput | TokenId | TokenIds], Meta(max_length=MAX_TEXTS)]
+    input: TextInput | list[TextInput | TokenId | TokenIds]
     """A text, its token ids, or a list of texts or of token ids."""
     dimensions: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -145,7 +146,7 @@ def _texts(given: str | Sequence[str | int | list[int]]) -> list[tuple[str, str 
     """Return the texts of an input with their paths.
 
     Raises:
-        ProgramError: if it has none, or mixes texts and token ids.
+        ProgramError: if it has none or too many, or mixes texts and token ids.
     """
     if isinstance(given, str):
         return [("input", given)]
@@ -157,6 +158,13 @@ def _texts(given: str | Sequence[str | int | list[int]]) -> list[tuple[str, str 
         )
     if kinds == {int}:
         return [("input", [each for each in given if isinstance(each, int)])]
+    if len(given) > MAX_TEXTS:
+        raise ProgramError(
+            "too_many_texts",
+            f"'input' has {len(given)} texts and a request may have {MAX_TEXTS}: send several "
+            "requests",
+            path="input",
+        )
     return [
         (f"input[{index}]", each) for index, each in enumerate(given) if not isinstance(each, int)
     ]

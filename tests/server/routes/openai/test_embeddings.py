@@ -53,6 +53,13 @@ async def test_lists_of_texts_and_of_token_ids(tmp_path: Path, encoding: Any) ->
         assert found.usage == by_ids.usage
 
 
+async def test_the_limit_of_texts_is_not_one_of_token_ids(tmp_path: Path) -> None:
+    text = "a tree " * 400
+    async with openai_client(tmp_path, embeddings=True) as client:
+        found = await client.embeddings.create(model="fake", input=[*text.encode()])
+        assert found.data[0].embedding == pytest.approx(expected(text))
+
+
 async def test_shortened_vectors_have_length_one(tmp_path: Path) -> None:
     async with openai_client(tmp_path, embeddings=True) as client:
         found = await client.embeddings.create(model="fake", input="a tree", dimensions=40)
@@ -68,7 +75,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x" * 9_000}, "context_length_exceeded", "9000 tokens and the model reads 8192"),
     ({"input": "a", "dimensions": 65}, "invalid_dimensions", "embeddings have 64"),
     ({"input": "a", "dimensons": 3}, "unknown_parameter", "did you mean `dimensions`?"),
+    ({"input": [1] * 9_000}, "context_length_exceeded", "9000 tokens and the model reads 8192"),
     ({"input": ["x" * 8_000] * 40}, "too_many_tokens", "send several"),
+    ({"input": ["x"] * 2_049}, "too_many_texts", "2049 texts and a request may have 2048"),
+    ({"input": [[1]] * 2_049}, "too_many_texts", "send several"),
 ]
 
 
