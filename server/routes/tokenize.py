@@ -8,11 +8,10 @@ from litestar import Request, post
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..program.content import Json, Message
-from ..program.decoding.bodies import decode_json
 from ..program.errors import ProgramError
 from ..service import TokenizedPrompt
 from .openapi import error_responses, json_body
-from .request_context import read_json, service_of
+from .request_context import read_record, service_of
 
 
 class TokenizeQuestion(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,7 +37,7 @@ class TokenizeQuestion(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 )
 async def tokenize(request: Request[Any, Any, Any]) -> TokenizedPrompt:
     """Return the token ids of a prompt by the model's tokenizer and chat template."""
-    question: TokenizeQuestion = decode_json(await read_json(request), TokenizeQuestion)
+    question: TokenizeQuestion = await read_record(request, TokenizeQuestion)
     prompt = question.prompt if question.messages is UNSET else question.messages
     if prompt is UNSET or (question.prompt is not UNSET and question.messages is not UNSET):
         raise ProgramError("tokenize.prompt", "give either 'prompt' or 'messages'")

@@ -20,13 +20,13 @@ from litestar import Request, delete, get, post
 from litestar.params import FromPath
 from msgspec import UNSET, Struct
 
-from ...program.decoding.bodies import decode_json, revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import ConflictError, NotFoundError, ProgramError
 from ...program.expressions.values import text_of
 from ...program.ir import NAME_PATTERN, Append, Variable
 from ...program.status import PutValue
 from ..openapi import error_responses, json_body
-from ..request_context import read_json
+from ..request_context import read_record
 from .client_calls import (
     BoundParameter,
     LoweredCall,
@@ -140,7 +140,7 @@ class VariableList(Struct, frozen=True, kw_only=True):
 )
 async def open_session(request: Request[Any, Any, Any]) -> SessionAnswer:
     """Start a session."""
-    decode_json(await read_json(request), OpenSession)
+    await read_record(request, OpenSession)
     number = 1 + secrets.randbits(_NUM_SESSION_BITS)
     await Sessions.of(request).open(name=str(number), on_demand=True)
     return SessionAnswer(session_id=number, session_auth=SESSION_AUTH)
@@ -172,7 +172,7 @@ async def end_session(request: Request[Any, Any, Any], session_id: FromPath[str]
 )
 async def submit_semantic_call(request: Request[Any, Any, Any]) -> CallAnswer:
     """Submit a prompt with placeholders."""
-    call: SemanticCall = decode_json(await read_json(request), SemanticCall)
+    call: SemanticCall = await read_record(request, SemanticCall)
     sessions = Sessions.of(request)
     program = await _find(sessions, call.session_id)
     lowered = lower_semantic_call(call, secrets.token_hex(_NUM_SUFFIX_BYTES))
@@ -188,7 +188,7 @@ async def submit_semantic_call(request: Request[Any, Any, Any]) -> CallAnswer:
 )
 async def submit_native_call(request: Request[Any, Any, Any]) -> CallAnswer:
     """Submit a call of a function that the operator registered on the server."""
-    call: NativeCall = decode_json(await read_json(request), NativeCall)
+    call: NativeCall = await read_record(request, NativeCall)
     sessions = Sessions.of(request)
     program = await _find(sessions, call.session_id)
     lowered = lower_native_call(call, secrets.token_hex(_NUM_SUFFIX_BYTES))
@@ -214,7 +214,7 @@ async def submit_native_call(request: Request[Any, Any, Any]) -> CallAnswer:
 )
 async def create_variable(request: Request[Any, Any, Any]) -> NewVariableAnswer:
     """Declare a variable without a value."""
-    new: NewVariable = decode_json(await read_json(request), NewVariable)
+    new: NewVariable = await read_record(request, NewVariable)
     sessions = Sessions.of(request)
     program = await _find(sessions, new.session_id)
     name = fresh_name(new.var_name, secrets.token_hex(_NUM_SUFFIX_BYTES))
@@ -231,7 +231,7 @@ async def create_variable(request: Request[Any, Any, Any]) -> NewVariableAnswer:
 )
 async def list_variables(request: Request[Any, Any, Any]) -> VariableList:
     """List the variables of a session."""
-    body: VariableRequest = decode_json(await read_json(request), VariableRequest)
+    body: VariableRequest = await read_record(request, VariableRequest)
     sessions = Sessions.of(request)
     program = await _find(sessions, body.session_id)
     status = await sessions.service.status(program, tenant=sessions.tenant)
@@ -252,7 +252,7 @@ async def list_variables(request: Request[Any, Any, Any]) -> VariableList:
 )
 async def write_content(request: Request[Any, Any, Any], var_id: FromPath[str]) -> Empty:
     """Set the content of a variable, once."""
-    given: VariableContent = decode_json(await read_json(request), VariableContent)
+    given: VariableContent = await read_record(request, VariableContent)
     sessions = Sessions.of(request)
     program = await _find(sessions, given.session_id)
     value = PutValue(value=given.content)
@@ -271,7 +271,7 @@ async def write_content(request: Request[Any, Any, Any], var_id: FromPath[str]) 
 )
 async def read_content(request: Request[Any, Any, Any], var_id: FromPath[str]) -> ContentAnswer:
     """Start the producers of a variable, and wait for its content without a time limit."""
-    body: ContentRequest = decode_json(await read_json(request), ContentRequest)
+    body: ContentRequest = await read_record(request, ContentRequest)
     sessions = Sessions.of(request)
     program = await _find(sessions, body.session_id)
     objective = CRITERIA.get(body.criteria.lower())

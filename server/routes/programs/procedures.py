@@ -11,7 +11,6 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from msgspec import Struct
 
-from ...program.decoding.bodies import decode_json
 from ...program.nodes.procedure import REFERENCE_PATTERN
 from ...program.procedures import (
     PutAlias,
@@ -22,7 +21,7 @@ from ...program.procedures import (
 )
 from ...program.status import Accepted
 from ..openapi import error_responses, json_body, success_response
-from ..request_context import RequestError, read_json, service_of, tenant_of
+from ..request_context import RequestError, read_record, service_of, tenant_of
 from .programs import IdempotencyKey
 
 
@@ -70,7 +69,7 @@ async def put_procedure(request: Request[Any, Any, Any], name: FromPath[str]) ->
     equal program again has no effect.
     """
     _check(_NAME, name)
-    body: PutProcedure = decode_json(await read_json(request), PutProcedure)
+    body: PutProcedure = await read_record(request, PutProcedure)
     return await service_of(request).procedures.put(name, body, tenant=tenant_of(request))
 
 
@@ -88,7 +87,7 @@ async def put_alias(
     """
     _check(_NAME, name)
     _check(_ALIAS, alias)
-    body: PutAlias = decode_json(await read_json(request), PutAlias)
+    body: PutAlias = await read_record(request, PutAlias)
     return await service_of(request).procedures.put_alias(
         name, alias, body.version, tenant=tenant_of(request)
     )
@@ -103,7 +102,7 @@ async def put_alias(
 async def put_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> StoredProcedure:
     """Keep the constant beginnings of a version's prompts in the engines' KV for a time."""
     _check(_REFERENCE, reference)
-    body: PutPin = decode_json(await read_json(request), PutPin)
+    body: PutPin = await read_record(request, PutPin)
     procedures = service_of(request).procedures
     return await procedures.pin(reference, body.pin_s, tenant=tenant_of(request))
 
@@ -186,7 +185,7 @@ async def run_procedure(
 ) -> ASGIResponse:
     """Submit a procedure as a program."""
     _check(_REFERENCE, reference)
-    body: RunProcedure = decode_json(await read_json(request), RunProcedure)
+    body: RunProcedure = await read_record(request, RunProcedure)
     accepted, is_replay = await service_of(request).procedures.run(
         reference, body, tenant=tenant_of(request), idempotency_key=idempotency_key
     )
