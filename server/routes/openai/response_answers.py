@@ -2,7 +2,8 @@
 
 The sequence number of an event is a function of the answer: a text delta has the number 3 plus the
 length of the text up to its end. A client that resumes after a number therefore receives exactly
-the missing text, also from a restarted server. A delta that contains the number is cut.
+the missing text, also from a restarted server. A delta that contains the number is cut. The event
+of a failure has the highest number, because the text of a failed answer is not kept.
 
 Out of scope: how the text is produced.
 
@@ -28,6 +29,8 @@ from .execution import CompletionDelta, CompletionResult, RequestResult
 _ID = re.compile(r"resp_([0-9a-z]+)")
 _FIRST_TEXT = 3
 """Sequence number of the event before the first delta."""
+_FAILURE = 2**31 - 1
+"""Sequence number of the event of a failed or cancelled response: higher than that of any text."""
 
 
 def response_id(program: str) -> str:
@@ -88,8 +91,6 @@ class ResponseBuilder:
         self._program = program
         self._record = record
         self._created_at = created_at
-        self._num_chars = 0
-        """Length of the text in the deltas so far."""
         self._has_text_item = False
 
     @property
@@ -183,7 +184,6 @@ class ResponseBuilder:
             return b": ping\n\n"
         opening = b"" if self._has_text_item else self._open_text(after)
         end = delta.offset + len(delta.text)
-        self._num_chars = end
         begin = max(delta.offset, after - _FIRST_TEXT)
         if begin >= end:
             return opening
@@ -226,9 +226,14 @@ class ResponseBuilder:
 
     def fail(self, error: PublicError, *, after: int) -> bytes:
         """Return the event of a response that failed after its stream began."""
-        number = max(after, _FIRST_TEXT + self._num_chars) + 1
-        response = self.response("failed", error=error)
-        return self._events(after, (number, "response.failed", {"response": response}))
+        return self._failure(self.response("failed", error=error), after)
+
+    def cancel(self, *, after: int) -> bytes:
+        """Return the event of a cancelled response. OpenAI's clients know no event of its own."""
+        return self._failure(self.response("cancelled"), after)
+
+    def _failure(self, response: ResponseObject, after: int) -> bytes:
+        return self._events(after, (_FAILURE, "response.failed", {"response": response}))
 
     def _open_text(self, after: int) -> bytes:
         self._has_text_item = True

@@ -376,7 +376,9 @@ async def _stream(
             has_ended = True
             yield builder.end(delta, after=after)
     except Exception as exc:
-        if execution.owns_program or not isinstance(exc, UnavailableError):
+        if isinstance(exc, MissingValueError) and exc.variable.status == "cancelled":
+            yield builder.cancel(after=after)
+        elif execution.owns_program or not isinstance(exc, UnavailableError):
             yield builder.fail(public_error_of(request, exc), after=after)
         else:  # the response goes on: a final event would hide the text after its number
             logger.info("stream of response=%s interrupted code=%s", builder.id, exc.code)

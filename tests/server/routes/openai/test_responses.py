@@ -225,6 +225,28 @@ async def test_a_background_response_is_polled_or_cancelled(tmp_path: Path) -> N
             await client.responses.create(input="x", previous_response_id=slow.id, **GREEDY)
 
 
+async def test_streams_of_a_cancelled_response_end_alike(tmp_path: Path) -> None:
+    async with openai_client(tmp_path, time_per_output_token=0.1) as client:
+        live: Any = await client.responses.create(
+            input="Hi",
+            background=True,
+            stream=True,
+            extra_body={"ignore_eos": True, "min_tokens": 1_000},
+            **GREEDY,
+        )
+        events: list[Any] = []
+        async for event in live:
+            if event.type == "response.output_text.delta" and events[-1].type != event.type:
+                await client.responses.cancel(events[0].response.id)
+            events.append(event)
+        again: Any = await client.responses.retrieve(events[0].response.id, stream=True)
+        last = [event async for event in again][-1]
+    assert last == events[-1]
+    assert last.response.status == "cancelled"
+    assert last.response.error is None
+    assert last.sequence_number > events[-2].sequence_number
+
+
 async def test_a_response_that_cannot_be_resumed_has_failed_and_can_be_deleted(
     tmp_path: Path,
 ) -> None:
