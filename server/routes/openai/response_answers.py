@@ -179,13 +179,17 @@ class ResponseBuilder:
         )
 
     def delta(self, delta: CompletionDelta, *, after: int) -> bytes:
-        """Return the events of a text delta; a comment if it has no text."""
-        if not delta.text:
+        """Return the events of a text delta; a comment if it adds nothing.
+
+        A delta without text has the log probabilities that the deltas before it lack. The number
+        after the last text is reserved for it.
+        """
+        if not delta.text and not (delta.logprobs and delta.offset):
             return b": ping\n\n"
         opening = b"" if self._has_text_item else self._open_text(after)
         end = delta.offset + len(delta.text)
         begin = max(delta.offset, after - _FIRST_TEXT)
-        if begin >= end:
+        if delta.text and begin >= end:
             return opening
         logprobs = delta.logprobs if begin == delta.offset else None
         content = {
@@ -193,7 +197,7 @@ class ResponseBuilder:
             "delta": delta.text[begin - delta.offset :],
             "logprobs": [_without_bytes(token) for token in logprobs or ()],
         }
-        number = _FIRST_TEXT + end
+        number = _FIRST_TEXT + end + (0 if delta.text else 1)
         return opening + self._events(after, (number, "response.output_text.delta", content))
 
     def end(self, final: RequestResult, *, after: int) -> bytes:
@@ -205,7 +209,7 @@ class ResponseBuilder:
         if answer.content or not answer.tool_calls:
             if not self._has_text_item:
                 parts += self._open_text(after)
-            number = _FIRST_TEXT + len(answer.content) + 1
+            number = _FIRST_TEXT + len(answer.content) + 2
             part = _text_part(answer.content, answer.logprobs)
             done = {**self._text_place(), "text": answer.content, "logprobs": part["logprobs"]}
             item = {"output_index": 0, "item": self._message(answer)}

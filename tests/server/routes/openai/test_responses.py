@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 
 from conure.server.app import drain
 
-from ...service_double import ScriptedService, app_of, in_process, until
+from ...service_double import ScriptedProgram, ScriptedService, app_of, in_process, until
 from ...store.journal_records import FILE
 from .test_requests import openai_client
 
@@ -293,6 +294,32 @@ async def test_structured_output_and_logprobs(tmp_path: Path) -> None:
         )
         part = found.output[0].to_dict()["content"][0]
         assert "".join(token["token"] for token in part["logprobs"]) == found.output_text
+
+
+async def test_a_stream_has_the_logprobs_of_tokens_without_text() -> None:
+    first: dict[str, Any] = {"token": "Hel", "logprob": -1.0, "top_logprobs": []}
+    tokens = [first, {**first, "token": ""}]
+
+    def play(program: ScriptedProgram) -> None:
+        at: Any = {"variable": "answer", "offset": 0, "logprobs_offset": 0}
+        program.emit("node.delta", is_journaled=False, text="Hel", logprobs=tokens[:1], **at)
+        program.set_usage("call", prompt=1, shared=0, output=2)
+        counts = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+        message = {"role": "assistant", "content": "Hel", "logprobs": {"content": tokens}}
+        program.commit("answer", message | {"usage": counts})
+        program.finish()
+
+    service = ScriptedService()
+    service.on_submit = play
+    async with in_process(app_of(service)) as client:
+        body = {"model": "tiny", "input": "Hi", "stream": True}
+        lines = (await client.post("/v1/responses", json=body)).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[:5] == "data:"]
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [each["delta"] for each in deltas] == ["Hel", ""]
+    assert [token for each in deltas for token in each["logprobs"]] == tokens
+    numbers = [each["sequence_number"] for each in events]
+    assert numbers == sorted(set(numbers))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
