@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Request, delete, get, post
@@ -71,8 +71,21 @@ StartingAfter = Annotated[
 ]
 
 
+PageLimit = Annotated[
+    int, QueryParameter(name="limit", ge=1, le=100, description="Items per page.")
+]
+Order = Annotated[
+    Literal["asc", "desc"],
+    QueryParameter(name="order", description="`desc` begins with the last item."),
+]
+AfterItem = Annotated[
+    str | None,
+    QueryParameter(name="after", description="The last item of the page before."),
+]
+
+
 class ItemList(Struct, frozen=True, kw_only=True):
-    """The input of a response."""
+    """A page of the input of a response."""
 
     object: str = "list"
     data: list[Json]
@@ -241,17 +254,33 @@ async def delete_response(
 
 
 @get("/v1/responses/{response:str}/input_items", responses=_ERRORS, tags=["openai"])
-async def list_input_items(request: Request[Any, Any, Any], response: FromPath[str]) -> ItemList:
-    """List the input of a response, in its order."""
+async def list_input_items(
+    request: Request[Any, Any, Any],
+    response: FromPath[str],
+    limit: PageLimit = 20,
+    order: Order = "desc",
+    after: AfterItem = None,
+) -> ItemList:
+    """List the input of a response, the last item first unless `order` is `asc`."""
     stored = await _load(request, response)
     items = [
         {"id": f"{response_id(stored.status.id)}_in_{i}", **_listed(item)}
         for i, item in enumerate(stored.record["input"])
     ]
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise RequestError(
+            "request.invalid", f"'after' names no item of the input: {after!r}", path="after"
+        )
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
     return ItemList(
-        data=items,
-        first_id=items[0]["id"] if items else None,
-        last_id=items[-1]["id"] if items else None,
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(items),
     )
 
 

@@ -61,6 +61,28 @@ async def test_a_response_is_the_chats_answer(tmp_path: Path) -> None:
         assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+async def test_the_input_is_listed_in_pages(tmp_path: Path) -> None:
+    texts = [str(i) for i in range(25)]
+    async with openai_client(tmp_path) as client:
+        given: Any = [{"role": "user", "content": text} for text in texts]
+        found = await client.responses.create(input=given, **GREEDY)
+
+        async def listed(**options: Any) -> list[Any]:
+            pages: Any = client.responses.input_items.list(found.id, **options)
+            return [item.content[0].text async for item in pages]
+
+        assert await listed() == texts[::-1]
+        assert await listed(order="asc", limit=10) == texts
+        first: Any = await client.responses.input_items.list(found.id)
+        assert (len(first.data), first.has_more) == (20, True)
+        second = await client.responses.input_items.list(found.id, after=first.last_id)
+        assert (len(second.data), second.has_more) == (5, False)
+        for name, value in (("after", "x"), ("limit", 0), ("limit", 101), ("order", "up")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await listed(**{name: value})
+            assert str(refused.value.param).endswith(name)
+
+
 async def test_input_tokens_are_counted_as_a_response_counts_them(tmp_path: Path) -> None:
     async with openai_client(tmp_path) as client:
         first = await client.responses.create(input="One?", **GREEDY)
