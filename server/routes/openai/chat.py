@@ -56,6 +56,12 @@ class TextPart(Struct, frozen=True, tag="text", tag_field="type", kw_only=True):
     text: str
 
 
+class RefusalPart(Struct, frozen=True, tag="refusal", tag_field="type", kw_only=True):
+    """A refusal in a message of the assistant."""
+
+    refusal: str
+
+
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A message of a chat."""
 
@@ -202,7 +208,10 @@ def _message(message: ChatMessage, i: int) -> Message:
                 path=f"{path}content",
             )
     else:
-        content = [_text(part, f"{path}content[{k}]") for k, part in enumerate(message.content)]
+        kinds = TextPart | RefusalPart if message.role == "assistant" else TextPart
+        content = [
+            _text(part, kinds, f"{path}content[{k}]") for k, part in enumerate(message.content)
+        ]
     role = "system" if message.role == "developer" else message.role
     return Message(
         role=role,
@@ -213,11 +222,12 @@ def _message(message: ChatMessage, i: int) -> Message:
     )
 
 
-def _text(part: dict[str, Json], path: str) -> Segment:
+def _text(part: dict[str, Json], kinds: Any, path: str) -> Segment:
     try:
-        return Segment(text=convert_record(part, TextPart).text)
+        known: TextPart | RefusalPart = convert_record(part, kinds)
     except msgspec.ValidationError:
         raise part_error(part.get("type"), path) from None
+    return Segment(text=known.refusal if isinstance(known, RefusalPart) else known.text)
 
 
 def part_error(kind: Json, path: str) -> ProgramError:

@@ -285,6 +285,17 @@ async def test_full_queue_is_429_with_retry_after() -> None:
     assert answer.json()["error"]["type"] == "rate_limit_error"
 
 
+async def test_an_assistants_refusal_is_text() -> None:
+    service = ScriptedService()
+    service.on_submit = answering()
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": " Sorry."}]
+    async with in_process(app_of(service)) as client:
+        messages = [{"role": "assistant", "content": parts}, *CHAT["messages"]]
+        await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    node: Any = node_of(service)
+    assert [part.text for part in node.messages[0].content] == ["No.", " Sorry."]
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
@@ -292,6 +303,10 @@ async def test_full_queue_is_429_with_retry_after() -> None:
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No"}]}]},
             "messages[0].content[0]",
         ),
     ],
