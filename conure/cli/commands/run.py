@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from msgspec import UNSET
 
@@ -89,22 +89,30 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(arguments.url, wait_s=arguments.wait_s) as client:
         body = read_submission(file, arguments.inputs)
         _check_outputs(arguments.outputs, body)
-        if arguments.trace is not None:
-            body["options"] = {**body.get("options", {}), "trace": True}
-        submitted = client.submit(body, follow=True)
-        url = server_address(arguments.url)
-        failures = PrintedFailures()
-        try:
-            status = _follow(submitted, url, failures, is_verbose=arguments.verbose)
-        except KeyboardInterrupt:
-            sys.stderr.write(f"{submitted.id} keeps running: {_commands(submitted.id, url)}\n")
-            return ExitCode.INTERRUPTED
-        except UnavailableError as exc:
-            found = f"{submitted.id} is stored; when the server is back, see it"
-            message = f"lost the server: {exc}; {found}: {_commands(submitted.id, url)}"
-            raise CommandError(message, ExitCode.UNREACHABLE) from exc
-        if arguments.trace is not None:
-            _write_trace(arguments.trace, submitted)
+        if arguments.trace is None:
+            return _run(client.submit(body, follow=True), arguments)
+        body["options"] = {**body.get("options", {}), "trace": True}
+        with _open_trace(arguments.trace) as trace:
+            submitted = client.submit(body, follow=True)
+            code = _run(submitted, arguments)
+            if code != ExitCode.INTERRUPTED:
+                _write_trace(trace, submitted)
+        return code
+
+
+def _run(submitted: Run, arguments: argparse.Namespace) -> ExitCode:
+    """Show the program until it ends, and print its outputs."""
+    url = server_address(arguments.url)
+    failures = PrintedFailures()
+    try:
+        status = _follow(submitted, url, failures, is_verbose=arguments.verbose)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{submitted.id} keeps running: {_commands(submitted.id, url)}\n")
+        return ExitCode.INTERRUPTED
+    except UnavailableError as exc:
+        found = f"{submitted.id} is stored; when the server is back, see it"
+        message = f"lost the server: {exc}; {found}: {_commands(submitted.id, url)}"
+        raise CommandError(message, ExitCode.UNREACHABLE) from exc
     _print(status, arguments, failures)
     return ExitCode.DONE if status.status == "done" else ExitCode.FAILED
 
@@ -148,12 +156,19 @@ def _follow(
     return submitted.status()
 
 
-def _write_trace(file: Path, submitted: Run) -> None:
+def _open_trace(file: Path) -> TextIO:
     try:
-        with file.open("w", encoding="utf-8") as lines:
-            lines.writelines(map(json_line, submitted.trace()))
+        return file.open("w", encoding="utf-8")
     except OSError as exc:
-        raise CommandError(f"--trace {file}: {exc.strerror or exc}") from exc
+        raise UsageError(f"--trace {file}: {exc.strerror or exc}") from exc
+
+
+def _write_trace(file: TextIO, submitted: Run) -> None:
+    try:
+        with file:  # the end of the block writes the rest
+            file.writelines(map(json_line, submitted.trace()))
+    except OSError as exc:
+        raise CommandError(f"--trace {file.name}: {exc.strerror or exc}") from exc
 
 
 def _print(status: ProgramStatus, arguments: argparse.Namespace, failures: PrintedFailures) -> None:

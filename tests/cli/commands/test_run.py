@@ -123,6 +123,26 @@ def test_one_output_can_be_selected(
     assert "--output z: the program has no such output; it has x, y" in capsys.readouterr().err
 
 
+def test_a_trace_file_that_cannot_be_opened_is_refused_before_submitting(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No server listens at this address: the command must not try to reach it.
+    argv = ["run", write(file, PROGRAM), "-p", "topic=tea", "--url", "http://127.0.0.1:1"]
+    assert main([*argv, "--trace", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"conure: --trace {tmp_path}: Is a directory\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_outputs_are_printed_before_the_trace_is_written(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", write(file, PROGRAM), "-p", "topic=tea", "--url", url, "--trace", "/dev/full"]
+    assert main(argv) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "tea\n"
+    assert printed.err.endswith("conure: --trace /dev/full: No space left on device\n")
+
+
 def test_receipt_and_status_are_json_on_request(
     url: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
