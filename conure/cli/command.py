@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conure.adapters.client import Client, Retry
 from conure.adapters.client.connection import DEFAULT_URL, address_of
+from conure.server.program.decoding.unicode_text import escape_controls
 from conure.server.program.errors import ConureError, ProgramError
 
 
@@ -40,7 +41,7 @@ class CommandError(Exception):
 
 def print_error(error: object) -> None:
     """Print one line on stderr."""
-    sys.stderr.write(f"conure: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"conure: {escape_controls(' '.join(str(error).split()))}\n")
 
 
 def describe_error(error: ConureError) -> str:

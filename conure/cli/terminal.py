@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from conure.server.program.decoding.unicode_text import escape_controls
 from conure.server.program.status import Event, Receipt
 
 MAX_LIVE_NODES = 24
@@ -45,7 +46,7 @@ def duration(seconds: float) -> str:
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows in aligned columns, with a line of titles."""
-    lines = [titles, *rows]
+    lines = [titles, *(list(map(escape_controls, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
     return "".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -96,7 +97,7 @@ class PrintedFailures:
         self._printed.add((code, message))
         line = self._lines.get((code, message))
         parts = (code, f"line {line}" if line else "", message)
-        return ": ".join(part for part in parts if part)
+        return escape_controls(": ".join(part for part in parts if part))
 
 
 class Progress(Protocol):
@@ -172,7 +173,7 @@ class LiveProgress:
         # Running nodes are last, where the eye is.
         order = sorted(states.items(), key=lambda item: item[1] not in styles)
         for node, state in order[-MAX_LIVE_NODES:]:
-            tail = " ".join(texts.get(node, "").split())[-200:]
+            tail = escape_controls(" ".join(texts.get(node, "").split())[-200:])
             view.add_row(Text(node), Text(state, style=styles.get(state, "cyan")), Text(tail))
         return view
 
@@ -184,7 +185,7 @@ def describe(event: Event, url: str, failures: PrintedFailures) -> str | None:
         where = f"{url}/v1/programs/{data.get('program')}/variables/{data.get('output')}"
         return f"waiting for client step {data.get('name')!r}: PUT {where}"
     if event.type == "yield" and data.get("final"):
-        return f"yield {msgspec.json.encode(data.get('value')).decode()}"
+        return f"yield {escape_controls(msgspec.json.encode(data.get('value')).decode())}"
     if event.type in ("node.finished", "node.restarted"):
         return f"{data.get('node')}: {event.type.removeprefix('node.')}"
     if event.type in ("node.failed", "node.killed", "node.skipped"):

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from conure.cli.terminal import LiveProgress, PrintedFailures
+from conure.cli.terminal import LiveProgress, PrintedFailures, describe, table
 from conure.server.program.status import Event
 
 rich_console = pytest.importorskip("rich.console")
@@ -42,3 +42,25 @@ def test_a_narrow_terminal_shortens_the_texts_only(view: LiveProgress) -> None:
     (line,) = shown(view, 40).splitlines()
     assert line.split()[:4] == ["letter", "finished", "Dear", "Tessa"]
     assert text in shown(view, 120)
+
+
+ATTACK = "a\x1b[2J\x9b2J\nb"
+
+
+def test_a_table_has_one_line_per_row_and_no_control_characters() -> None:
+    _, row = table(("PROGRAM", "NAME"), [("p_1", ATTACK)]).splitlines()
+    assert row == r"p_1      a\x1b[2J\x9b2J\nb"
+
+
+def test_the_view_has_no_control_characters_of_texts(view: LiveProgress) -> None:
+    view.show(Event(None, "node.delta", {"node": "letter", "text": ATTACK, "offset": 0}))
+    assert r"a\x1b[2J\x9b2J b" in shown(view, 80)
+
+
+def test_lines_about_events_have_no_control_characters() -> None:
+    yielded = Event(1, "yield", {"final": True, "value": ATTACK})
+    failed = Event(2, "node.failed", {"node": "n", "code": "expr.value", "message": ATTACK})
+    for event in (yielded, failed):
+        line = describe(event, "http://127.0.0.1:8400", PrintedFailures())
+        assert line is not None
+        assert line.isprintable()

@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 
+from conure.server.program.decoding.unicode_text import escape_controls
 from conure.server.program.status import Event
 
 from ..command import ExitCode, add_url, connect
@@ -44,4 +45,5 @@ def _line(event: Event, *, as_json: bool) -> str:
     node = str(event.data.get("node", ""))
     details = {key: value for key, value in event.data.items() if key not in DETAILS}
     text = msgspec.json.encode(details).decode() if details else ""
-    return " ".join(part for part in (at, f"{event.type:<18}", node, text) if part).rstrip()
+    parts = (at, f"{event.type:<18}", node, text)
+    return escape_controls(" ".join(part for part in parts if part).rstrip())

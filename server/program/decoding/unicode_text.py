@@ -1,6 +1,10 @@
-"""Whether a text is Unicode, and so can be sent, stored and logged as UTF-8."""
+"""Texts that can be sent, stored and logged as UTF-8, and texts for the lines of a terminal."""
 
 from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def is_unicode(text: str) -> bool:
@@ -12,3 +16,8 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def escape_controls(text: str) -> str:
+    """Return a text as one line for a terminal: control characters become escapes."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from msgspec import UNSET
 
+from ..decoding.unicode_text import escape_controls
 from .records import ExplainedNode, KnownTokens, ProgramExplanation
 
 MAX_DIAGRAM_NODES = 500
@@ -18,7 +19,7 @@ _NOT_IN_LABELS = re.compile(r"[^\w .,:+*/-]")
 
 def to_text(explanation: ProgramExplanation) -> str:
     """Return an explanation as lines of text."""
-    return "\n".join(_text_lines(explanation)) + "\n"
+    return "\n".join(map(escape_controls, _text_lines(explanation))) + "\n"
 
 
 def _text_lines(explanation: ProgramExplanation) -> Iterator[str]:

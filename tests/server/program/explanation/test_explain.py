@@ -183,6 +183,11 @@ def test_advice_moves_common_text_before_different_beginnings() -> None:
     assert codes(explained(same, ["v_a", "v_b"])) == {}
 
 
+def test_a_text_has_no_control_characters_of_names() -> None:
+    explanation = msgspec.structs.replace(explained([], []), name="a\x1b[2J\nb")
+    assert to_text(explanation).startswith("a\\x1b[2J\\nb  ")
+
+
 def test_renderings_contain_every_node_and_no_syntax_of_names() -> None:
     node = generate("n", 'say "]) --> x')
     each = {"id": "m", "op": "map", "items": "xs", "as": "it", "max_width": 2, "body": [node]}
