@@ -6,6 +6,7 @@ Every error is one line on stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import logging
@@ -84,7 +85,34 @@ EXTRA_OF_MODULE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of stdout has ended, as in `conure logs ID | head`
+        _discard_unwritten()
+        return ExitCode.DONE
+    except OSError as exc:
+        logging.getLogger(__name__).debug("an error of the operating system", exc_info=exc)
+        where = "" if exc.filename is None else f"{exc.filename}: "
+        with contextlib.suppress(OSError):  # stderr may be what cannot be written
+            print_error(f"{where}{exc.strerror or exc}")
+        _discard_unwritten()
+        return ExitCode.FAILED
+    return code
+
+
+def _discard_unwritten() -> None:
+    """Discard what stdout and stderr cannot write; Python would try to write it again at exit."""
+    with open(os.devnull, "wb") as null:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(null.fileno(), stream.fileno())
+
+
+def _exit_code(arguments: list[str]) -> int:
+    """Run one command, and print its error as one line."""
     if not arguments:
         sys.stdout.write(build_parser(None).format_help())
         return ExitCode.DONE
@@ -109,9 +137,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = f"`conure {arguments[0]}` needs the package {exc.name}"
         print_error(f"{needed}: pip install 'conure[{extra}]'")
         return ExitCode.FAILED
-    except BrokenPipeError:  # the reader of stdout has ended, as in `conure logs ID | head`
-        sys.stderr.close()
-        return ExitCode.DONE
     except KeyboardInterrupt:
         if sys.stderr.isatty():  # the terminal has shown ^C
             sys.stderr.write("\n")

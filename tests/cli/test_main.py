@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -100,6 +101,34 @@ sys.modules.update(dict.fromkeys({missing!r}))  # importing them fails
 from conure.cli.main import main
 sys.exit(main({argv!r}))
 """
+
+
+def run_into(stdout: str, stderr: str) -> tuple[int, str]:
+    """Run a command whose output goes to files; return its exit code and its stderr, if piped."""
+    command = [sys.executable, "-m", "conure", "--help"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        out, error = (
+            pipe if file == "pipe" else stack.enter_context(Path(file).open("wb"))
+            for file in (stdout, stderr)
+        )
+        environ["PYTHONPATH"] = str(ROOT)
+        process = subprocess.Popen(command, env=environ, stdout=out, stderr=error)
+        if process.stdout is not None:
+            process.stdout.close()  # the command cannot have written yet: Python starts
+        _, printed = process.communicate()
+    return process.returncode, (printed or b"").decode()
+
+
+def test_a_reader_that_ends_is_no_failure() -> None:
+    assert run_into("pipe", "pipe") == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_error_line() -> None:
+    assert run_into("/dev/full", "pipe") == (1, "conure: No space left on device\n")
+    assert run_into("/dev/full", "/dev/full") == (1, "")
 
 
 def run_without_extras(*argv: str) -> subprocess.CompletedProcess[str]:
