@@ -76,10 +76,10 @@ def _decode(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: expected a JSON object")
     is_submission = "program" in content or "source" in content
     submission = content if is_submission else {"program": content}
-    inputs = submission.get("inputs", {})
-    if not isinstance(inputs, dict):
-        raise UsageError(f"{file}: `inputs` must be a JSON object")
-    return {**submission, "inputs": dict(inputs)}
+    for name in ("inputs", "options"):
+        if not isinstance(submission.get(name, {}), dict):
+            raise UsageError(f"{file}: `{name}` must be a JSON object")
+    return {**submission, "inputs": dict(submission.get("inputs", {}))}
 
 
 def _language_of(file: Path, data: bytes) -> str | None:
@@ -152,8 +152,7 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
     if "source" in body and (unread := sorted(inputs.keys() - read)):
         hint = suggestion(unread[0], read, f"it reads {_named(sorted(read))}")
         raise UsageError(f"{file}: no statement reads input `{unread[0]}`; {hint}")
-    options = body.get("options")
-    if isinstance(options, dict) and options.get("require_inputs") is False:
+    if body.get("options", {}).get("require_inputs") is False:
         return
     if missing := missing_inputs(graph):
         raise UsageError(f"{file}: no value for input {_named(missing)}; use -p NAME=VALUE")

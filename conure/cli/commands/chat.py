@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
@@ -17,8 +18,9 @@ import msgspec
 
 from conure.adapters.client.connection import address_of
 from conure.server.program.decoding.typed_json import decode_record
+from conure.server.program.decoding.unicode_text import is_unicode
 
-from ..command import CommandError, ExitCode, add_url, connect
+from ..command import CommandError, ExitCode, UsageError, add_url, connect
 from ..shown_notices import is_first_time
 from ..terminal import json_line
 
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one message, or every line of stdin, until end of file or `/exit`."""
+    if not math.isfinite(arguments.temperature or 0.0):
+        raise UsageError(f"--temperature is {arguments.temperature}; it must be a finite number")
     with connect(arguments.url) as client:
         models = client.models()
     model = str(arguments.model or models[0]["id"])
@@ -100,11 +104,26 @@ def _messages(message: str | None, model: str) -> Iterator[str]:
         if is_terminal:
             sys.stderr.write("> ")
             sys.stderr.flush()
-        line = sys.stdin.readline()
+        line = _line_of_stdin()
         if not line or line.strip() == "/exit":
             return
         if line.strip():
             yield line.strip()
+
+
+def _line_of_stdin() -> str:
+    """Return the next line; an empty text at the end of file.
+
+    Raises:
+        UsageError: if the line is not UTF-8.
+    """
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as exc:
+        raise UsageError("a line of stdin is not UTF-8 text") from exc
+    if not is_unicode(line):  # as Python reads such a line in the locale C
+        raise UsageError("a line of stdin is not UTF-8 text")
+    return line
 
 
 def _chunks(http: httpx.Client, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:

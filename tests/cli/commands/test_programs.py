@@ -281,6 +281,25 @@ def test_chat_says_once_what_a_special_model_is_for(
     assert "conure serve" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("temperature", ["nan", "inf"])
+def test_chat_refuses_a_temperature_that_is_not_finite(
+    temperature: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "Hi", "--temperature", temperature, "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert error == f"conure: --temperature is {temperature}; it must be a finite number\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_chat_refuses_a_line_that_is_not_utf8(
+    errors: str, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["chat", "--url", url]) == 2
+    assert capsys.readouterr().err.endswith("conure: a line of stdin is not UTF-8 text\n")
+
+
 def test_chat_reports_a_refusal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "Hi", "--model", "none", "--url", url]) == 1
     assert capsys.readouterr().err.startswith("conure: model 'none' does not exist")

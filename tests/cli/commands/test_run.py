@@ -464,12 +464,14 @@ def test_a_text_in_another_file_names_the_endings(
     assert "names of texts end in .py, .decoder, .template" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"program": {}, "inputs": 3}', '{"program": {}, "options": [1]}']
+)
 def test_file_without_a_program_is_rejected(
     content: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(content)
-    assert main(["run", str(file), "-p", "x=1"]) == 2
+    assert main(["run", str(file), "-p", "x=1", "--trace", str(file.with_suffix(".t"))]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"conure: {file}: ")
     assert error.count("\n") == 1
