@@ -313,6 +313,22 @@ async def test_a_poll_waits_for_the_answer_to_the_one_before() -> None:
     assert most == 1
 
 
+async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        async with client_at(url) as client:
+            body = {"program": {"nodes": [], "outputs": []}, "open": True}
+            program = (await client.post("/v1/programs", json=body)).json()["id"]
+            for number in range(40):
+                nodes = [{"id": f"n{number}", "op": "expr", "expr": 1, "output": f"x{number}"}]
+                path = f"/v1/programs/{program}/nodes"
+                (await client.post(path, json={"nodes": nodes})).raise_for_status()
+        explained: list[str] = []
+        page.on("request", lambda request: explained.append(request.url))
+        await page.goto(f"{url}/#/programs/{program}")
+        await playwright.expect(page.locator(".box")).to_contain_text("40 of 40")
+        assert 1 <= sum(each.endswith("/explain") for each in explained) <= 20
+
+
 async def test_the_playground_explains_runs_and_copies(tmp_path: Path) -> None:
     async with fake_server(tmp_path) as url, browser_page() as page:
         expect = playwright.expect

@@ -236,7 +236,7 @@ function explanationView(explanation) {
     h("h3", {}, "Nodes"),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Nodes" }, h("table", {},
       h("thead", {}, h("tr", {}, ["Node", "Kind", "Reads", "Writes", "Prompt", "Output up to"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, explanation.nodes.map((node) => h("tr", {},
+      h("tbody", {}, (explanation.nodes ?? []).map((node) => h("tr", {},
         h("th", { scope: "row" }, node.id), h("td", {}, node.times > 1 ? `${node.op}, up to ${number(node.times)} times` : node.op),
         h("td", {}, (node.reads ?? []).join(", ")), h("td", {}, (node.writes ?? []).join(", ")),
         h("td", {}, node.prompt ? tokensText(node.prompt) : ""), h("td", {}, node.max_output_tokens ? number(node.max_output_tokens) : "")))))),

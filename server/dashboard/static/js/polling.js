@@ -1,6 +1,30 @@
 /* Requests that a page repeats while it is open. */
 
 /**
+ * Return a function that calls `work` with one call open at a time. All calls of the function during
+ * an open call together cause one more call of `work`.
+ *
+ * @param {function(): Promise} work
+ */
+export function oneAtATime(work) {
+  let isOpen = false;
+  let isWanted = false;
+  return async () => {
+    isWanted = true;
+    if (isOpen) return;
+    isOpen = true;
+    try {
+      while (isWanted) {
+        isWanted = false;
+        await work();
+      }
+    } finally {
+      isOpen = false;
+    }
+  };
+}
+
+/**
  * Call `poll` now, and again `pauseMs` after each answer while the page is visible. Only one call is
  * open at a time.
  *
@@ -10,25 +34,16 @@
  */
 export function repeat(poll, pauseMs) {
   let timer = null;
-  let isOpen = false;
-  let isWanted = false;
   let isClosed = false;
-
-  async function now() {
-    isWanted = true;
-    if (isOpen) return;
+  const now = oneAtATime(async () => {
     clearTimeout(timer);
-    isOpen = true;
+    if (isClosed) return;
     try {
-      while (isWanted && !isClosed) {
-        isWanted = false;
-        await poll();
-      }
+      await poll();
     } finally {
-      isOpen = false;
       wait();
     }
-  }
+  });
 
   function wait() {
     if (!isClosed) timer = setTimeout(() => (document.hidden ? wait() : now()), pauseMs);

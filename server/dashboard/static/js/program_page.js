@@ -6,6 +6,7 @@ import { detailsView } from "./details.js";
 import { duration, number, pathText, percent, progressSentences, promptParts, receiptSentences, STATUS_LABELS } from "../model/format.js";
 import { graphView } from "./graph_view.js";
 import { ProgramModel } from "../model/program_model.js";
+import { oneAtATime } from "./polling.js";
 import { setStatus, statusLabel } from "./status.js";
 import { waterfallView } from "./waterfall.js";
 
@@ -79,7 +80,9 @@ export function open(id) {
     setText(problem, message);
   }
 
-  async function load() {
+  // An explanation is long, and the events of a long session append nodes many times.
+  const load = oneAtATime(async () => {
+    if (isClosed) return;
     try {
       // The status last: it contains the end of a program that ends meanwhile.
       const explanation = await explainRun(id);
@@ -92,7 +95,7 @@ export function open(id) {
       showProblem(error.message);
       schedule();
     }
-  }
+  });
 
   async function stop() {
     cancel.disabled = true;

@@ -55,7 +55,7 @@ export class ProgramModel {
   /** Add the explanation of the program. */
   loadExplanation(explanation) {
     this.explanation = explanation;
-    this.explained = new Map(explanation.nodes.map((node) => [node.id, node]));
+    this.explained = new Map((explanation.nodes ?? []).map((node) => [node.id, node]));
     for (const node of this.nodes.values()) node.op ||= this.explainedNode(node.id)?.op ?? "";
     this.hasNewNodes = true;
   }
