@@ -313,6 +313,19 @@ async def test_a_poll_waits_for_the_answer_to_the_one_before() -> None:
     assert most == 1
 
 
+async def test_node_ids_may_be_names_of_properties(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        names = ("constructor", "valueOf", "toString", "__proto__")
+        nodes = [
+            {"id": name, "op": "expr", "expr": {"var": before} if before else 1, "output": name}
+            for before, name in zip(("", *names), names, strict=False)
+        ]
+        program = await submit(url, *nodes, outputs=["__proto__"], name="properties")
+        await page.goto(f"{url}/#/programs/{program}")
+        await playwright.expect(page.locator(".box")).to_have_count(4)
+        await playwright.expect(page.locator(".edges path")).to_have_count(3)
+
+
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:
     async with fake_server(tmp_path) as url, browser_page() as page:
         async with client_at(url) as client:

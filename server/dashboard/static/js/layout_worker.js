@@ -4,6 +4,9 @@ import { Graph, layout } from "../vendor/dagre.js";
 
 const LARGE = 150;
 
+/** The library keeps boxes as properties of plain objects, which have a `constructor`. */
+const nameOf = (key) => `box ${key}`;
+
 self.onmessage = ({ data: { job, boxes, edges } }) => {
   const graph = new Graph();
   graph.setGraph({
@@ -12,8 +15,8 @@ self.onmessage = ({ data: { job, boxes, edges } }) => {
     ranker: boxes.length > LARGE ? "tight-tree" : "network-simplex",
   });
   graph.setDefaultEdgeLabel(() => ({}));
-  for (const { key, width, height } of boxes) graph.setNode(key, { width, height });
-  for (const [from, to] of edges) graph.setEdge(from, to);
+  for (const { key, width, height } of boxes) graph.setNode(nameOf(key), { width, height });
+  for (const [from, to] of edges) graph.setEdge(nameOf(from), nameOf(to));
   layout(graph);
   const { width, height } = graph.graph();
   const places = placesInOrder(graph, boxes);
@@ -22,12 +25,12 @@ self.onmessage = ({ data: { job, boxes, edges } }) => {
     width,
     height,
     boxes: boxes.map(({ key }) => {
-      const { x, y } = graph.node(places.get(key));
+      const { x, y } = graph.node(nameOf(places.get(key)));
       return [key, x, y];
     }),
     // The first and last points are where an edge meets its boxes, which the view knows better.
     edges: edges.map(([from, to]) => {
-      const { points } = graph.edge(places.get(from), places.get(to));
+      const { points } = graph.edge(nameOf(places.get(from)), nameOf(places.get(to)));
       return [from, to, points.slice(1, -1)];
     }),
   });
@@ -41,13 +44,15 @@ self.onmessage = ({ data: { job, boxes, edges } }) => {
 function placesInOrder(graph, boxes) {
   const groups = new Map();
   for (const { key } of boxes) {
-    const neighbours = JSON.stringify([graph.predecessors(key).sort(), graph.successors(key).sort()]);
+    const name = nameOf(key);
+    const neighbours = JSON.stringify([graph.predecessors(name).sort(), graph.successors(name).sort()]);
     groups.set(neighbours, [...(groups.get(neighbours) ?? []), key]);
   }
   const places = new Map();
+  const box = (key) => graph.node(nameOf(key));
   for (const keys of groups.values()) {
-    const byHeight = [...keys].sort((a, b) => graph.node(a).y - graph.node(b).y);
-    const isAlike = keys.every((key) => graph.node(key).height === graph.node(keys[0]).height);
+    const byHeight = [...keys].sort((a, b) => box(a).y - box(b).y);
+    const isAlike = keys.every((key) => box(key).height === box(keys[0]).height);
     keys.forEach((key, i) => places.set(key, isAlike ? byHeight[i] : key));
   }
   return places;
