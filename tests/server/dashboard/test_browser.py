@@ -326,6 +326,27 @@ async def test_node_ids_may_be_names_of_properties(tmp_path: Path) -> None:
         await playwright.expect(page.locator(".edges path")).to_have_count(3)
 
 
+async def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        expect = playwright.expect
+        node = {"id": "n", "op": "expr", "expr": 2**53 + 1, "output": "x"}
+        program = await submit(url, node, outputs=["x"], name="digits")
+        await page.goto(f"{url}/#/programs/{program}")
+        await expect(page.get_by_role("region", name="x", exact=True)).to_have_text(str(2**53 + 1))
+        await page.goto(f"{url}/#/playground")
+        await page.get_by_label("Program (JSON)").check(force=True)
+        nodes = [{**node, "expr": [2**53 + 1]}]
+        text = msgspec.json.encode({"program": {"nodes": nodes, "outputs": ["x"]}}).decode()
+        await page.get_by_label("Program", exact=True).fill(text)
+        for language in ("curl", "Python"):
+            await page.get_by_label(language).check(force=True)
+            await expect(page.get_by_role("region", name="Code")).to_contain_text(str(2**53 + 1))
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.get_by_role("region", name="n", exact=True)).to_contain_text(
+            str(2**53 + 1)
+        )
+
+
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:
     async with fake_server(tmp_path) as url, browser_page() as page:
         async with client_at(url) as client:

@@ -1,5 +1,7 @@
 /* Requests to the server that this page came from. */
 
+import { parseJson } from "../model/exact_json.js";
+
 /** An error response of the server, or a server that does not answer. */
 export class ApiError extends Error {
   constructor(status, code, message) {
@@ -38,9 +40,9 @@ export const listPrograms = ({ status, search, cursor, limit }) => {
   return request(`/v1/programs?${query}`);
 };
 
-export const readProgram = (id) => request(programPath(id));
+export const readProgram = (id) => requestStatus(id, "GET");
 export const explainRun = (id) => request(`${programPath(id)}/explain`);
-export const cancelProgram = (id) => request(programPath(id), { method: "DELETE" });
+export const cancelProgram = (id) => requestStatus(id, "DELETE");
 export const submitProgram = (body) => request("/v1/programs", { method: "POST", body });
 export const explainProgram = (body) =>
   request("/v1/programs/explain", { method: "POST", body });
@@ -70,10 +72,15 @@ export function followProgram(id, { onEvent, onState }) {
   source.onerror = () => onState(false);
   for (const type of EVENTS)
     source.addEventListener(type, (message) => {
-      onEvent(type, JSON.parse(message.data));
+      onEvent(type, parseJson(message.data));
       if (type === "program.finished") source.close();
     });
   return () => source.close();
+}
+
+/** Send a request about a program and return its status, with exact values of its variables. */
+async function requestStatus(id, method) {
+  return parseJson(await request(programPath(id), { method, text: true }));
 }
 
 function programPath(id) {

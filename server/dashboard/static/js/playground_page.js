@@ -3,6 +3,7 @@
 import { explainProgram, followProgram, readModels, submitProgram } from "./api.js";
 import { announce, copyButton, h, replace, setText } from "./dom.js";
 import { PROGRAM, PROGRAM_INPUTS, PROMPT, SOURCE } from "../model/examples.js";
+import { parseJson } from "../model/exact_json.js";
 import { count, number, valueText } from "../model/format.js";
 import { ProgramModel, textOf } from "../model/program_model.js";
 import { asCurl, asLangChain, asPython } from "../model/snippets.js";
@@ -160,7 +161,7 @@ function chatBody({ prompt, max_tokens, temperature }) {
 
 function parse(text, what) {
   try {
-    return JSON.parse(text);
+    return parseJson(text);
   } catch (error) {
     throw new Error(`${what} is not JSON: ${error.message}`);
   }

@@ -1,5 +1,7 @@
 /* The same submission as a command or program in other languages. Pure functions. */
 
+import { isLongInteger } from "./exact_json.js";
+
 /** Return the body of a submission as a `curl` command. */
 export function asCurl(origin, body) {
   const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
@@ -65,7 +67,7 @@ export function python(value, indent = "") {
   if (value === null || value === undefined) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
-  if (typeof value !== "object") return JSON.stringify(value);
+  if (typeof value !== "object" || isLongInteger(value)) return JSON.stringify(value);
   const inner = `${indent}    `;
   const isList = Array.isArray(value);
   const parts = isList
