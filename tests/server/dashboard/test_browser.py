@@ -347,6 +347,15 @@ async def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
         )
 
 
+async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        node = {"id": "n", "op": "expr", "expr": {"join": [[], ""]}, "output": "x"}
+        program = await submit(url, node, outputs=["x"], name="empty")
+        await page.goto(f"{url}/#/programs/{program}")
+        outputs = page.locator(".outputs")
+        await playwright.expect(outputs).to_contain_text("The value is an empty text.")
+
+
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:
     async with fake_server(tmp_path) as url, browser_page() as page:
         async with client_at(url) as client:

@@ -105,8 +105,8 @@ function outputs(model) {
       const shown = model.outputs.map((name) => {
         const variable = model.variables.get(name);
         if (variable?.status === "done") return [name, valueText(variable.value), variable.truncated ? "cut off by max_tokens" : ""];
-        if (variable?.error) return [name, "", variable.error.message || variable.error.code];
-        return [name, partialText(model, name), ""];
+        if (variable?.error) return [name, null, variable.error.message || variable.error.code];
+        return [name, partialText(model, name) || null, ""];
       });
       const key = JSON.stringify(shown);
       if (key === last) return;
@@ -114,7 +114,9 @@ function outputs(model) {
       replace(body, shown.map(([name, text, note]) => [
         h("h3", {}, name, text ? copyButton(() => text) : null),
         note ? h("p", { class: "note" }, note) : null,
-        text ? h("pre", { class: "value", tabindex: "0", role: "region", "aria-label": name }, text) : h("p", { class: "note" }, note ? "" : "No value yet."),
+        text
+          ? h("pre", { class: "value", tabindex: "0", role: "region", "aria-label": name }, text)
+          : h("p", { class: "note" }, text === "" ? "The value is an empty text." : note ? "" : "No value yet."),
       ]));
     },
   };
