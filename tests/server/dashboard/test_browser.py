@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -354,6 +355,20 @@ async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
         await page.goto(f"{url}/#/programs/{program}")
         outputs = page.locator(".outputs")
         await playwright.expect(outputs).to_contain_text("The value is an empty text.")
+
+
+async def test_a_curl_command_contains_no_code_of_output_names() -> None:
+    name = '"; $(id) `id` \\ ! \N{GREEK SMALL LETTER ALPHA}'
+    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
+        await page.goto(url)
+        command = await page.evaluate(
+            "async (name) => (await import('/dashboard/model/snippets.js'))"
+            ".asCurl('http://there', { program: { outputs: [name] } })",
+            name,
+        )
+    (path,) = re.findall(r'\ncurl -sSf "http://there/v1/programs/\$id/variables/(.*)"', command)
+    assert not set(path) & set('"$`\\!')
+    assert unquote(path) == f"{name}?wait_s=60"
 
 
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:

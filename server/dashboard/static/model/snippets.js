@@ -9,7 +9,7 @@ export function asCurl(origin, body) {
     `id=$(curl -sSf ${origin}/v1/programs -H 'Content-Type: application/json' -d '${json}' |`,
     `  sed 's/.*"id":"\\([^"]*\\)".*/\\1/')`,
     ...(body.source === undefined
-      ? outputsOf(body).map((name) => `curl -sSf "${origin}/v1/programs/$id/variables/${name}?wait_s=60"`)
+      ? outputsOf(body).map((name) => `curl -sSf "${origin}/v1/programs/$id/variables/${inUrl(name)}?wait_s=60"`)
       : [`curl -sSfN "${origin}/v1/programs/$id/events?types=yield"`]),
     "",
   ].join("\n");
@@ -61,6 +61,9 @@ function programOf(body) {
 function outputsOf(body) {
   return body.program?.outputs ?? [];
 }
+
+/** A name as part of a URL without characters that a shell reads inside of double quotes. */
+const inUrl = (name) => encodeURIComponent(name).replaceAll("!", "%21");
 
 /** A JSON value as a Python literal. */
 export function python(value, indent = "") {
