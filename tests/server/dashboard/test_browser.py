@@ -6,6 +6,7 @@ playwright's own. Skipped without them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import shutil
@@ -369,6 +370,43 @@ async def test_a_curl_command_contains_no_code_of_output_names() -> None:
     (path,) = re.findall(r'\ncurl -sSf "http://there/v1/programs/\$id/variables/(.*)"', command)
     assert not set(path) & set('"$`\\!')
     assert unquote(path) == f"{name}?wait_s=60"
+
+
+async def test_the_playground_follows_no_program_after_it_is_left(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        followed: list[str] = []
+        submitted = asyncio.Event()
+        is_left = asyncio.Event()
+
+        async def answer_late(route: Any) -> None:
+            response = await route.fetch()
+            submitted.set()
+            await is_left.wait()
+            await route.fulfill(response=response)
+
+        page.on("request", lambda request: followed.append(request.url))
+        await page.goto(f"{url}/#/playground")
+        await page.route("**/v1/programs", answer_late)
+        await page.get_by_role("button", name="Run").click()
+        await submitted.wait()
+        await page.get_by_role("link", name="Engines").click()
+        await page.get_by_role("heading", name="Engines").first.wait_for()
+        async with page.expect_event("requestfinished", lambda each: each.method == "POST"):
+            is_left.set()
+        await page.evaluate("() => new Promise(requestAnimationFrame)")
+        assert [each for each in followed if each.endswith("/events")] == []
+
+
+async def test_two_clicks_on_run_follow_one_program(tmp_path: Path) -> None:
+    async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
+        followed: list[str] = []
+        page.on("request", lambda request: followed.append(request.url))
+        await page.goto(f"{url}/#/playground")
+        await page.get_by_label("Message to the model").fill("SHORT")
+        twice = "form => { form.requestSubmit(); form.requestSubmit(); }"
+        await page.locator("form").evaluate(twice)
+        await playwright.expect(page.locator(".result .status")).to_contain_text("done")
+        assert len([each for each in followed if each.endswith("/events")]) == 1
 
 
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:

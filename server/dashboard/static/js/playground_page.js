@@ -20,6 +20,7 @@ export function open() {
   const code = h("pre", { class: "code", tabindex: "0", role: "region", "aria-label": "Code" });
   let language = LANGUAGES[0];
   let stop = () => {};
+  let numRequests = 0;
 
   const run = h("button", { type: "submit", class: "primary" }, "Run");
   const form = h(
@@ -72,26 +73,38 @@ export function open() {
     }
   }
 
-  async function submit() {
-    stop();
-    try {
-      const accepted = await submitProgram(editor.read().body);
+  function submit() {
+    show(submitProgram, (accepted) => {
       const view = runView(accepted.id);
       stop = view.close;
       replace(result, view.elements);
+    });
+  }
+
+  function explain() {
+    show(explainProgram, (explanation) => {
+      replace(result, explanationView(explanation));
+      announce("Explained");
+    });
+  }
+
+  /** Send the submission and show the answer, unless the user sends another one or leaves. */
+  async function show(request, showAnswer) {
+    cancel();
+    const own = numRequests;
+    try {
+      const answer = await request(editor.read().body);
+      if (own === numRequests) showAnswer(answer);
     } catch (error) {
-      showError(error);
+      if (own === numRequests) showError(error);
     }
   }
 
-  async function explain() {
+  /** Stop following the program that is shown, and ignore the answer to an open request. */
+  function cancel() {
     stop();
-    try {
-      replace(result, explanationView(await explainProgram(editor.read().body)));
-      announce("Explained");
-    } catch (error) {
-      showError(error);
-    }
+    stop = () => {};
+    numRequests++;
   }
 
   function showError(error) {
@@ -102,7 +115,7 @@ export function open() {
   replace(result, resultHeading("Result"), h("p", { class: "note" }, "Run shows the answers while they are written. Explain says what the program would do, without running it."));
   showCode();
   showNotice();
-  return { element, title: "Playground", close: () => stop() };
+  return { element, title: "Playground", close: cancel };
 }
 
 /** The fields in which a submission is written. */
