@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         code = _exit_code(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of stdout has ended, as in `conure logs ID | head`
         _discard_unwritten()
         return ExitCode.DONE
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _discard_unwritten() -> None:
     """Discard what stdout and stderr cannot write; Python would try to write it again at exit."""
     with open(os.devnull, "wb") as null:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             try:
                 stream.flush()
             except OSError:

@@ -100,7 +100,8 @@ class ConstraintCompiler:
         self._text_sandbox = text_sandbox or SandboxedGrammarCheck(special_tokens)
         """Validates texts, which takes seconds under some schemas: no compilation waits for it."""
         self._slow_schemas: LRUCache[bytes, tuple[float, protocol.EngineError]] = LRUCache(1_024)
-        """Schemas under which a text took too long: when, on the monotonic clock, and the error."""
+        """Schemas under which the text of a check took too long: when, on the monotonic clock, and
+        the error. Other checks of them fail at once for `RETRY_S`; outputs are validated."""
         self._grammars: LRUCache[bytes, _CachedGrammar] = LRUCache(
             max_cached_bytes, getsizeof=attrgetter("num_bytes")
         )
@@ -156,7 +157,8 @@ class ConstraintCompiler:
         """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
 
         def validate() -> None:
-            constraint.is_valid = self._matches(constraint.source, text)
+            request = SandboxRequest(constraint.source, text)
+            constraint.is_valid = self._text_sandbox.validate(request).matches is not False
 
         self._submit(constraint, self._text_thread, validate)
 
@@ -313,29 +315,19 @@ class ConstraintCompiler:
     ) -> protocol.Checked:
         if time.monotonic() > until_s:
             return _unchecked(command)
+        key = _key(command.constraint)
+        at_s, slow = self._slow_schemas.get(key, (-math.inf, None))
+        if slow is not None and time.monotonic() < at_s + RETRY_S:
+            return _failed(command, slow)
         try:
-            matches = self._matches(command.constraint, text)
+            request = SandboxRequest(command.constraint, text)
+            matches = self._text_sandbox.validate(request).matches
         except Exception as failure:
-            return _failed(command, _reported(failure))
+            error = _reported(failure)
+            if error.code == "constraint.too_complex":
+                self._slow_schemas[key] = (time.monotonic(), error)
+            return _failed(command, error)
         return protocol.Checked(command.nonce, is_relaxed=is_relaxed, matches=matches)
-
-    def _matches(self, source: str, text: str) -> bool:
-        """Return whether a text matches a constraint. Called by the thread for texts.
-
-        Raises:
-            EngineError: as `SandboxedGrammarCheck.validate`. Texts of a schema under which one took
-                too long fail for `RETRY_S`: meanwhile those of others are validated.
-        """
-        key = _key(source)
-        at_s, error = self._slow_schemas.get(key, (-math.inf, None))
-        if error is not None and time.monotonic() < at_s + RETRY_S:
-            raise _copy(error)
-        try:
-            return self._text_sandbox.validate(SandboxRequest(source, text)).matches is not False
-        except protocol.EngineError as failure:
-            if failure.code == "constraint.too_complex":
-                self._slow_schemas[key] = (time.monotonic(), _copy(failure))
-            raise
 
     def _restart(self, constraint: ConstraintState) -> None:
         """Continue an output whose lexer is exhausted with that of a grammar compiled again.
@@ -371,13 +363,15 @@ class _WorkerThread:
         self._name = name
         self._jobs: PriorityQueue[tuple[bool, int, _Job | None]] = PriorityQueue()
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: _Job, *, is_check: bool = False) -> None:
-        """Run a job. An output waits for it, unless it is a check."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        """Run a job, from any thread. An output waits for it, unless it is a check."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
         self._jobs.put((is_check, next(self._numbers), job))
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ early, the user gets the command that finds the program again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
         body["options"] = {**body.get("options", {}), "trace": True}
         with _open_trace(arguments.trace) as trace:
             submitted = client.submit(body, follow=True)
-            code = _run(submitted, arguments)
+            try:
+                code = _run(submitted, arguments)
+            except OSError:  # stdout cannot be written
+                _write_trace(trace, submitted)
+                raise
             if code != ExitCode.INTERRUPTED:
                 _write_trace(trace, submitted)
         return code
@@ -158,7 +163,7 @@ def _follow(
 
 def _open_trace(file: Path) -> TextIO:
     try:
-        return file.open("w", encoding="utf-8")
+        return file.open("a", encoding="utf-8")  # an earlier trace is kept until there is a new one
     except OSError as exc:
         raise UsageError(f"--trace {file}: {exc.strerror or exc}") from exc
 
@@ -166,6 +171,8 @@ def _open_trace(file: Path) -> TextIO:
 def _write_trace(file: TextIO, submitted: Run) -> None:
     try:
         with file:  # the end of the block writes the rest
+            with contextlib.suppress(OSError):  # a pipe
+                file.truncate(0)
             file.writelines(map(json_line, submitted.trace()))
     except OSError as exc:
         raise CommandError(f"--trace {file.name}: {exc.strerror or exc}") from exc

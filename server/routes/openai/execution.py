@@ -19,7 +19,7 @@ from msgspec import UNSET, Struct
 from ...program.decoding.bodies import revalidate
 from ...program.errors import ConflictError, ConureError
 from ...program.ir import Append, Json
-from ...program.status import Event, ProgramStatus
+from ...program.status import ENDED, Event, ProgramStatus
 from ...service import Service
 from ..problem import MissingValueError
 from ..programs.events import DRAINING, PING_S, batch_events
@@ -229,13 +229,21 @@ class RequestExecution:
         try:
             if self.owns_program:
                 await service.cancel(program, tenant=tenant)
-            elif self._kill is not None:
+            elif self._kill is not None and await self._is_running():
                 append, body = revalidate(self._kill)
                 await service.append(program, append, body=body, tenant=tenant)
         except ConflictError:
             pass  # the session has ended, or takes no more nodes
         except ConureError as exc:
             logger.warning("failed to cancel program=%s code=%s", program, exc.code)
+
+    async def _is_running(self) -> bool:
+        """Whether one of the calls has not ended."""
+        statuses = [
+            await self._service.get(self._program, call.variable, tenant=self._tenant, wait_s=0)
+            for call in self._calls
+        ]
+        return any(status.status not in ENDED for status in statuses)
 
     async def _missing_value_error(self, variables: list[str]) -> MissingValueError:
         """Return the error of the first variable that failed. Others may be missing only because it

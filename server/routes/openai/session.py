@@ -115,14 +115,18 @@ def _lower(
             f"no text of the request has the placeholder {{{{{name}}}}}",
             path=f"conure.read.{name}",
         )
+    outputs: list[str] = []
     if binding.write is not None:
         content = {"get": [{"var": calls[0].variable}, "content"]}
         output = _variable(binding.write, session)
         appended.append(ExprNode(id=f"w_{suffix}", expr=content, output=output))
+        # An output, so that it stays needed when a request that reads it is cancelled.
+        outputs.append(output)
     variables = {name: Variable() for name in reads.values()}
-    # The client waits for the answers. They are not outputs: no other client needs them.
+    # The client waits for the answers. These are no outputs: no other client needs them.
     objectives: dict[str, Objective] = {call.variable: "latency" for call in calls}
-    return Append(variables=variables, nodes=appended, objectives=objectives), calls
+    append = Append(variables=variables, nodes=appended, outputs=outputs, objectives=objectives)
+    return append, calls
 
 
 def _variable(given: str, session: str | None) -> str:

@@ -237,4 +237,4 @@ async def test_the_limits_hold_after_an_upgrade(tmp_path: Path) -> None:
 async def test_a_tunnel_is_refused(tmp_path: Path) -> None:
     async with bounded(tmp_path, head_s=0.05, body_s=0.05) as server:
         head = b"CONNECT example.com:80 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-        assert b"HTTP/1.1 4" in await answer_of(await connect(server, head))
+        assert b"HTTP/1.1 400" in await answer_of(await connect(server, head))

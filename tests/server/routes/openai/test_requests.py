@@ -361,3 +361,25 @@ async def test_a_disconnect_does_not_cancel_the_writer_of_a_variable(tmp_path: P
         later = {**GREEDY, "prompt": "Shorter: {{ad}}", **read}
         found = await client.post("/v1/completions", json=later)
     assert found.json()["choices"][0]["text"] == answer(f"Shorter: {answer('Hi')}")
+
+
+async def test_a_disconnect_of_a_reader_does_not_cancel_the_writer(tmp_path: Path) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake", time_per_output_token=0.01))
+    write = {"session": "shop", "write": "ad"}
+    read = {"session": "shop", "read": {"ad": "ad"}}
+    reading = {**GREEDY, "prompt": "Shorter: {{ad}}", "conure": read}
+    async with over_socket(app) as url, client_at(url) as client:
+        body = {**GREEDY, "prompt": "Hi", "conure": write, "max_tokens": 60, "ignore_eos": True}
+        writer = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: bool(app.state.service.programs))
+        [run] = app.state.service.programs
+        await until(lambda: bool(run.state.nodes))
+        num_nodes = len(run.state.nodes)
+        reader = asyncio.ensure_future(client.post("/v1/completions", json=reading))
+        await until(lambda: len(run.state.nodes) > num_nodes)
+        reader.cancel()
+        nodes = run.state.nodes.values()
+        await until(lambda: "killed" in [node.phase for node in nodes])
+        assert (await writer).status_code == 200
+        assert (await client.post("/v1/completions", json=reading)).status_code == 200
+    assert [node.phase for node in nodes].count("killed") == 1
