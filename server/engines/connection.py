@@ -50,9 +50,6 @@ MAX_LINE_BYTES = 4_096
 DELIVERY_S = 0.01
 """Seconds of an iteration of the event loop after which other callbacks run before more reports are
 delivered. In 10 ms, about 60 calls end."""
-FREE_S = 0.005
-"""How long Free commands wait for a frame that has other commands: a frame of their own would wake
-the engine while the server sends the answer of the same call."""
 NUM_PONG_WAITS = 10
 """Intervals that the wait for a pong is divided into."""
 
@@ -137,10 +134,6 @@ class EngineConnection(asyncio.Protocol):
         self._undelivered: deque[protocol.Report] = deque()
         self._is_delivery_scheduled = False
         self._outgoing: list[protocol.Command] = []
-        self._flushing: asyncio.Handle | None = None
-        """The call of `_flush` after this iteration of the event loop."""
-        self._freeing: asyncio.TimerHandle | None = None
-        """The call of `_flush` if only Free commands wait for it."""
         self._inflight_fill_tokens: dict[int, int] = {}
         """Tokens of fills by context that the engine's counts may not include yet."""
         self._num_inflight_tokens = 0
@@ -237,8 +230,8 @@ class EngineConnection(asyncio.Protocol):
         """
         if not self._alive:
             return
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.extend(commands)
         for command in commands:
             if isinstance(command, protocol.Fill | protocol.Embed):
@@ -251,11 +244,7 @@ class EngineConnection(asyncio.Protocol):
     def free(self, context: int, num_cached: int = 0, num_expected: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
         _remove_context(self, context)
-        if not self._alive:
-            return
-        self._outgoing.append(protocol.Free(context, num_cached, num_expected))
-        if self._flushing is None and self._freeing is None:
-            self._freeing = asyncio.get_running_loop().call_later(FREE_S, self._flush)
+        self.send(protocol.Free(context, num_cached, num_expected))
 
     def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
         """Abort and free a context; see `Engine`."""
@@ -294,7 +283,6 @@ class EngineConnection(asyncio.Protocol):
         finally:
             pending.pop(context, None)
             self.free(context)
-            self._flush()  # it may be running
 
     async def _request(
         self, pending: dict[int, asyncio.Future[Reply]], nonce: int, command: protocol.Command
@@ -400,7 +388,7 @@ class EngineConnection(asyncio.Protocol):
             _deliver_some(self)
 
     def _flush(self) -> None:
-        commands = take_outgoing(self)
+        commands, self._outgoing = self._outgoing, []
         if not commands or not self._alive or self._transport is None:
             return
         if any(isinstance(command, _WORK) for command in commands):
@@ -542,16 +530,6 @@ def _handle_report(engine: EngineConnection, report: protocol.Report) -> None:
         case _:
             engine._num_inflight_tokens -= engine._inflight_fill_tokens.pop(report.context, 0)
             _deliver(engine, report.context, report)
-
-
-def take_outgoing(engine: EngineConnection) -> list[protocol.Command]:
-    """Return the queued commands, and cancel the calls of `_flush` that wait for them."""
-    for scheduled in (engine._flushing, engine._freeing):
-        if scheduled is not None:
-            scheduled.cancel()
-    engine._flushing = engine._freeing = None
-    commands, engine._outgoing = engine._outgoing, []
-    return commands
 
 
 def _deliver(engine: EngineConnection, context: int, report: protocol.Report) -> None:

@@ -19,7 +19,7 @@ from conure.engine.__main__ import _create_constraint_compiler, _create_runner
 from conure.engine.config import EngineConfig
 from conure.engine.core.engine import EngineCore
 from conure.engine.runner.base import Handle, Runner, ScheduledSequence
-from conure.server.engines.connection import EngineConnection, take_outgoing
+from conure.server.engines.connection import EngineConnection
 
 
 class Row(NamedTuple):
@@ -83,12 +83,9 @@ class SteppedEngine(EngineConnection):
 
         setattr(runner, "start", recorded)  # noqa: B010 - mypy forbids the plain one
 
-    def free(self, context: int, num_cached: int = 0, num_expected: int = 0) -> None:
-        super().free(context, num_cached, num_expected)
-        self.send()  # in the next turn, not after a time
-
     def _flush(self) -> None:
-        for command in take_outgoing(self):
+        commands, self._outgoing = self._outgoing, []
+        for command in commands:
             self.core.apply(command)
         if not self.is_stepping:
             self.is_stepping = True

@@ -51,26 +51,6 @@ async def test_abort_leaves_at_once_after_earlier_commands(
     assert [type(command) for command in sent.commands] == [protocol.Status, protocol.Abort]
 
 
-async def test_free_waits_for_a_frame_with_other_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "FREE_S", 3_600.0)
-    async with server_harness(tmp_path) as harness:
-        engine = harness.executor.services.engine("engine-0")
-        assert isinstance(engine, EngineConnection)
-        transport = RecordingTransport()
-        with monkeypatch.context() as patched:
-            patched.setattr(engine, "_transport", transport)
-            engine.free(engine.new_context(lambda _: None, "p"))
-            await asyncio.sleep(0)
-            assert not transport.frames
-            engine.send(protocol.Status(7))
-            await asyncio.sleep(0)
-            (frame,) = transport.frames
-    sent = msgspec.msgpack.decode(frame, type=protocol.Commands)
-    assert [type(command) for command in sent.commands] == [protocol.Free, protocol.Status]
-
-
 @pytest.fixture
 async def busy_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
