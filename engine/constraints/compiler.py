@@ -35,7 +35,7 @@ from queue import PriorityQueue
 from typing import Final, TypeAlias
 
 import msgspec
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 from llguidance import LLTokenizer
 
 from .. import protocol
@@ -99,9 +99,13 @@ class ConstraintCompiler:
         self._sandbox = sandbox or SandboxedGrammarCheck(special_tokens)
         self._text_sandbox = text_sandbox or SandboxedGrammarCheck(special_tokens)
         """Validates texts, which takes seconds under some schemas: no compilation waits for it."""
-        self._slow_schemas: LRUCache[bytes, tuple[float, protocol.EngineError]] = LRUCache(1_024)
-        """Schemas under which the text of a check took too long: when, on the monotonic clock, and
-        the error. Other checks of them fail at once for `RETRY_S`; outputs are validated."""
+        self._slow_schemas: TTLCache[bytes, protocol.EngineError] = TTLCache(
+            1_024,
+            RETRY_S,
+            timer=lambda: time.monotonic(),
+        )
+        """Errors of schemas under which the text of a check took too long. Other checks of these
+        schemas fail at once for `RETRY_S`; outputs are validated."""
         self._grammars: LRUCache[bytes, _CachedGrammar] = LRUCache(
             max_cached_bytes, getsizeof=attrgetter("num_bytes")
         )
@@ -316,8 +320,7 @@ class ConstraintCompiler:
         if time.monotonic() > until_s:
             return _unchecked(command)
         key = _key(command.constraint)
-        at_s, slow = self._slow_schemas.get(key, (-math.inf, None))
-        if slow is not None and time.monotonic() < at_s + RETRY_S:
+        if (slow := self._slow_schemas.get(key)) is not None:
             return _failed(command, slow)
         try:
             request = SandboxRequest(command.constraint, text)
@@ -325,7 +328,7 @@ class ConstraintCompiler:
         except Exception as failure:
             error = _reported(failure)
             if error.code == "constraint.too_complex":
-                self._slow_schemas[key] = (time.monotonic(), error)
+                self._slow_schemas[key] = error
             return _failed(command, error)
         return protocol.Checked(command.nonce, is_relaxed=is_relaxed, matches=matches)
 

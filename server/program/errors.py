@@ -1,7 +1,7 @@
 """Errors of programs, shared by server and clients.
 
     ConureError
-    |-- ProgramError                  the submission is no valid program (400), or too large (413)
+    |-- ProgramError                  the submission is invalid (400) or too large (413)
     |-- PromptError                   a prompt cannot be converted to tokens (400)
     |-- ExpressionError               an expression failed on its values (422)
     |-- NotFoundError                 unknown program, variable, node or session (404)

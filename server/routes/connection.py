@@ -69,7 +69,7 @@ class _RequestParser(HttpRequestParser):
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         super().__init__(protocol)
-        # As uvicorn: a request after one with `Connection: close` is no error.
+        # As uvicorn: a request after one with `Connection: close` is not an error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
         self.rest: bytes | None = None
         """What follows the head with `Upgrade`."""

@@ -84,9 +84,9 @@ class EngineReservations:
         """Prefixes of running calls. Each entry counts the tokens beyond the next shorter
         prefix."""
         self.cached_prefixes: OrderedDict[bytes, int] = OrderedDict()
-        """Prefixes without a running reader, with expected ones, least recently used first, and
-        their tokens beyond the next shorter prefix. The engine evicts all other cached KV before
-        these; this class does not count it."""
+        """Prefixes that no running call reads and that later programs are expected to read, least
+        recently used first, and their tokens beyond the next shorter prefix. The engine evicts all
+        other cached KV before these prefixes. Other cached KV is not counted."""
         self.num_cached_tokens = 0
         self.running: dict[Reservation, None] = {}
         """The reservations of running calls, in the order in which they started."""

@@ -19,7 +19,7 @@ from msgspec import UNSET, Struct
 from ...program.decoding.bodies import revalidate
 from ...program.errors import ConflictError, ConureError
 from ...program.ir import Append, Json
-from ...program.status import ENDED, Event, ProgramStatus
+from ...program.status import ENDED, Event, ProgramStatus, VariableStatus
 from ...service import Service
 from ..problem import MissingValueError
 from ..programs.events import DRAINING, PING_S, batch_events
@@ -158,7 +158,7 @@ class RequestExecution:
             num_answers: calls per prompt.
             owns_program: whether the program consists of these calls.
             after: a sequence number before the calls' first events.
-            kill: cancels the calls in a program that goes on.
+            kill: an append that cancels the calls of a program with other calls; None without one.
         """
         self._service = service
         self._program = program
@@ -239,20 +239,20 @@ class RequestExecution:
 
     async def _is_running(self) -> bool:
         """Whether one of the calls has not ended."""
-        statuses = [
-            await self._service.get(self._program, call.variable, tenant=self._tenant, wait_s=0)
-            for call in self._calls
-        ]
+        statuses = await self._statuses([call.variable for call in self._calls])
         return any(status.status not in ENDED for status in statuses)
+
+    async def _statuses(self, variables: list[str]) -> list[VariableStatus]:
+        return [
+            await self._service.get(self._program, variable, tenant=self._tenant, wait_s=0)
+            for variable in variables
+        ]
 
     async def _missing_value_error(self, variables: list[str]) -> MissingValueError:
         """Return the error of the first variable that failed. Others may be missing only because it
         failed.
         """
-        statuses = [
-            await self._service.get(self._program, variable, tenant=self._tenant, wait_s=0)
-            for variable in variables
-        ]
+        statuses = await self._statuses(variables)
         failed = [status for status in statuses if status.status == "failed"]
         return MissingValueError([*failed, *statuses][0])
 

@@ -123,7 +123,7 @@ def _lower(
         # An output, so that it stays needed when a request that reads it is cancelled.
         outputs.append(output)
     variables = {name: Variable() for name in reads.values()}
-    # The client waits for the answers. These are no outputs: no other client needs them.
+    # The client waits for the answers. They are not outputs: no other client needs them.
     objectives: dict[str, Objective] = {call.variable: "latency" for call in calls}
     append = Append(variables=variables, nodes=appended, outputs=outputs, objectives=objectives)
     return append, calls

@@ -126,8 +126,9 @@ def _replay_events(
             start_jobs(state, node_state.node, began_at + shift_s)
             start_timed_node(state, node_state.node, began_at + shift_s)
         if record.type == "node.started":
+            # A node without a queue continues to wait; it is not started again.
             if not node_executors()[type(node_state.node)].starts_running:
-                recovered.started.add(node_id)  # a node that only waits goes on
+                recovered.started.add(node_id)
             node_state.why = event.why
         elif is_end and not node_state.has_ended:
             _restore_usage(node_state, event, shift_s)
