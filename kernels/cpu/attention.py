@@ -12,9 +12,7 @@ Shapes: as in `ops`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import struct
 import weakref
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from .. import reference
 from ..planning.plan import Plan
-from . import library
+from . import cache_memory, library
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers of data types, `Dtype` in simd.h."""
@@ -107,6 +105,7 @@ class CpuKernels:
         self._native: Final = native
         self._is_invariant: Final = is_invariant
         self._workspace: Final = Workspace(native)
+        self._num_caches = 0
 
     def attention(
         self,
@@ -197,7 +196,10 @@ class CpuKernels:
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
         """Return a cache whose heads are apart, so a block of one head is contiguous."""
-        stored = _zeros(heads * num_blocks * block_size * dim, dtype)
+        stored = cache_memory.zeros(
+            heads, num_blocks * block_size * dim, dtype, number=self._num_caches
+        )
+        self._num_caches += 1
         return stored.view(heads, num_blocks, block_size, dim).permute(1, 2, 0, 3)
 
 
@@ -257,18 +259,3 @@ def pack_plan(
     """Return the address of a `Plan` of operations.h with these fields, and what keeps it alive."""
     packed = ctypes.create_string_buffer(_PLAN.pack(*addresses, *sizes))
     return ctypes.addressof(packed), packed, alive
-
-
-def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in huge pages, if the system has them.
-
-    The blocks of a row are scattered over a cache, and with small pages each of them costs a
-    page-table walk. New pages are zero and take no memory until they are written.
-    """
-    # Shared mappings never get huge pages.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=size)
