@@ -356,6 +356,13 @@ async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
         await page.goto(f"{url}/#/programs/{program}")
         outputs = page.locator(".outputs")
         await playwright.expect(outputs).to_contain_text("The value is an empty text.")
+        await page.goto(f"{url}/#/playground")
+        await page.get_by_label("Program (JSON)").check(force=True)
+        text = msgspec.json.encode({"program": {"nodes": [node], "outputs": ["x"]}}).decode()
+        await page.get_by_label("Program", exact=True).fill(text)
+        await page.get_by_role("button", name="Run").click()
+        answer = page.get_by_role("region", name="n", exact=True)
+        await playwright.expect(answer).to_have_text("(empty)")
 
 
 async def test_a_curl_command_contains_no_code_of_output_names() -> None:
@@ -397,16 +404,17 @@ async def test_the_playground_follows_no_program_after_it_is_left(tmp_path: Path
         assert [each for each in followed if each.endswith("/events")] == []
 
 
-async def test_two_clicks_on_run_follow_one_program(tmp_path: Path) -> None:
+async def test_two_clicks_on_run_submit_one_program(tmp_path: Path) -> None:
     async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
-        followed: list[str] = []
-        page.on("request", lambda request: followed.append(request.url))
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(f"{request.method} {request.url}"))
         await page.goto(f"{url}/#/playground")
         await page.get_by_label("Message to the model").fill("SHORT")
         twice = "form => { form.requestSubmit(); form.requestSubmit(); }"
         await page.locator("form").evaluate(twice)
         await playwright.expect(page.locator(".result .status")).to_contain_text("done")
-        assert len([each for each in followed if each.endswith("/events")]) == 1
+        assert requests.count(f"POST {url}/v1/programs") == 1
+        assert len([each for each in requests if each.endswith("/events")]) == 1
 
 
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:

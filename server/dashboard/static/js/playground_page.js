@@ -21,8 +21,11 @@ export function open() {
   let language = LANGUAGES[0];
   let stop = () => {};
   let numRequests = 0;
+  let isSending = false;
 
-  const run = h("button", { type: "submit", class: "primary" }, "Run");
+  // The second click of a double click is not another run.
+  const ignoreRepeated = (event) => { if (event.detail > 1) event.preventDefault(); };
+  const run = h("button", { type: "submit", class: "primary", onclick: ignoreRepeated }, "Run");
   const form = h(
     "form", { class: "card", onsubmit: (event) => { event.preventDefault(); submit(); } },
     editor.element,
@@ -74,6 +77,7 @@ export function open() {
   }
 
   function submit() {
+    if (isSending) return;
     show(submitProgram, (accepted) => {
       const view = runView(accepted.id);
       stop = view.close;
@@ -92,11 +96,14 @@ export function open() {
   async function show(request, showAnswer) {
     cancel();
     const own = numRequests;
+    isSending = request === submitProgram;
     try {
       const answer = await request(editor.read().body);
       if (own === numRequests) showAnswer(answer);
     } catch (error) {
       if (own === numRequests) showError(error);
+    } finally {
+      if (own === numRequests) isSending = false;
     }
   }
 
@@ -207,13 +214,16 @@ function runView(id) {
     setStatus(status, model.status);
     for (const node of model.nodes.values()) {
       const text = node.error ? `${node.error.code}: ${node.error.message}` : textOf(node);
-      if (!text) continue;
+      const isEmpty = node.status === "done" && node.texts.size > 0 && [...node.texts.values()].every((value) => value === "");
+      if (!text && !isEmpty) continue;
       if (!shown.has(node.id)) {
         const value = h("pre", { class: "value", tabindex: "0", role: "region", "aria-label": node.id });
-        shown.set(node.id, value);
-        answers.append(h("h3", {}, node.id, copyButton(() => value.textContent)), value);
+        shown.set(node.id, { value, text });
+        answers.append(h("h3", {}, node.id, copyButton(() => shown.get(node.id).text)), value);
       }
-      setText(shown.get(node.id), valueText(text));
+      const own = shown.get(node.id);
+      own.text = valueText(text);
+      setText(own.value, isEmpty ? "(empty)" : own.text);
     }
     if (model.receipt) setText(summary, `${count(model.receipt.calls, "LLM call")}, ${number(model.receipt.prompt_tokens.computed)} of ${number(model.receipt.prompt_tokens.logical)} prompt tokens computed`);
   }

@@ -126,7 +126,7 @@ export class ProgramModel {
     });
     if (data.node) {
       const node = this.node(data.node);
-      node.texts.set(data.variable, data.value ?? "");
+      node.texts.set(data.variable, data.value === undefined ? "" : data.value);
       this.changed.add(data.node);
     }
   }
