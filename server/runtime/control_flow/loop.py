@@ -13,8 +13,9 @@ from ...program.errors import ConureError, ExpressionError, RunError
 from ...program.expressions.evaluate import variables
 from ...program.expressions.values import is_true
 from ...program.graph.instances import BodyInstance, end_of_round
-from ...program.ir import Expression, Json, LoopNode, RoundEndNode
+from ...program.ir import Expression, Json, LoopNode, RoundEndNode, WaitNode
 from ...program.nodes.base import ENTER, OUTPUT
+from ...program.nodes.bodies import walk
 from ...program.nodes.loop import MAX_ROUNDS
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import Expansion, Ready
@@ -54,6 +55,10 @@ class LoopExecutor(NodeExecutor[LoopNode]):
             if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
                 message = f"`count` of {node.id} must be a number of rounds, got {rounds!r}"
                 raise RunError("loop.count", message)
+        num_rounds = len(rounds) if isinstance(rounds, list) else rounds
+        is_number = isinstance(num_rounds, int)
+        if is_number and num_rounds > node.max_iter and not _may_end_early(node):
+            raise RunError("loop.exhausted", _exhausted(node, num_rounds))
         initial = {name: work.evaluate(init) for name, (init, _) in node.carry.items()}
         ready = publish_decision(self.context, node, rounds)
         for name, value in initial.items():
@@ -161,6 +166,13 @@ def start_round(context: NodeContext, node: LoopNode, index: int) -> None:
     is_last = _is_last(state, node, index) or index + 1 >= node.max_iter
     context.announce(node.id, [] if is_last else _instances(state, node, index + 1))
     start_instances(context, node.id, expansion)
+
+
+def _may_end_early(loop: LoopNode) -> bool:
+    """Return whether a loop may end before its last round: by `until`, or by an unmet wait."""
+    nodes = (node for _, node in walk(loop.body, ""))
+    has_wait = any(isinstance(node, WaitNode) and node.required for node in nodes)
+    return loop.until is not UNSET or has_wait
 
 
 def _exhausted(loop: LoopNode, num_rounds: int | None) -> str:

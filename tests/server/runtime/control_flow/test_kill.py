@@ -191,12 +191,19 @@ async def test_nodes_after_a_required_wait_for_a_killed_value_are_skipped(
     assert (phases["b"] == "killed") == required
 
 
-async def test_a_loop_ends_after_the_round_whose_wait_is_not_met(harness: ServerHarness) -> None:
+@pytest.mark.parametrize("max_iter", [2, 3])
+async def test_a_loop_ends_after_the_round_whose_wait_is_not_met(
+    harness: ServerHarness, max_iter: int
+) -> None:
     wait = {"id": "w", "op": "wait", "variables": ["a"], "required": True}
     loop = {"id": "l", "op": "loop", "count": 3, "index": "i", "carry": {"n": [0, var("m")]}}
     nodes: list[Json] = [
         generate("a", "A", **LONG),
-        {**loop, "body": [wait, expr("m", {"add": [var("n"), 1]}, after=["w"])]},
+        {
+            **loop,
+            "max_iter": max_iter,
+            "body": [wait, expr("m", {"add": [var("n"), 1]}, after=["w"])],
+        },
         expr("after", 1, after=["l"]),
         kill("a"),
     ]

@@ -79,7 +79,7 @@ async def test_loop_without_rounds_returns_initial_values(tmp_path: Path) -> Non
         assert await program.value("n") == "start"
 
 
-@pytest.mark.parametrize("fields", [{"until": False}, {"count": 5, "until": False}, {"count": 5}])
+@pytest.mark.parametrize("fields", [{"until": False}, {"count": 5, "until": False}])
 async def test_loop_beyond_max_iter_is_exhausted(tmp_path: Path, fields: Json) -> None:
     async with server_harness(tmp_path) as harness:
         node = loop(expr("e", var("n"), "o"), max_iter=2, carry={"n": [0, var("o")]}, **fields)
@@ -88,6 +88,25 @@ async def test_loop_beyond_max_iter_is_exhausted(tmp_path: Path, fields: Json) -
         assert status.error.code == "loop.exhausted"
         assert status.nodes["e.1"].status == "done"
         assert "e.2" not in status.nodes
+
+
+@pytest.mark.parametrize("fields", [{"count": 3}, {"items": {"range": [3]}}])
+async def test_loop_with_too_many_rounds_fails_before_the_first(
+    tmp_path: Path, fields: Json
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        node = loop(expr("e", 1, "o"), max_iter=2, **fields)
+        status = await (await harness.submit([node])).end()
+        assert status.error
+        assert status.error.code == "loop.exhausted"
+        assert status.nodes.keys() == {"l"}
+
+
+async def test_loop_with_many_items_may_end_early(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        fields = {"items": {"range": [5]}, "index": "i", "until": {"eq": [var("i"), 1]}}
+        node = loop(expr("e", 1, "o"), max_iter=2, **fields)
+        assert (await (await harness.submit([node])).end()).status == "done"
 
 
 @pytest.mark.parametrize(
