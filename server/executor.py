@@ -115,6 +115,7 @@ class Executor(ProgramReader):
         )
         self.explainer = ProgramExplainer(self._intake, self.programs, self.services, self._pins)
         self.traces = TraceExporter(self.programs)
+        self.request_times = self.services.request_times
         self._config = config
         self._metrics = ServerMetrics()
         self._resumption: Resumption | None = None

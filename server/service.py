@@ -34,6 +34,7 @@ from .program.status import (
 )
 from .prompts.model_notices import NO_CHAT_TEMPLATE, NOTICES
 from .runtime.reporting.activity import ServerActivity
+from .runtime.reporting.request_times import RequestTimeMeter
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -322,6 +323,11 @@ class Service(ServiceLifecycle, ModelService, Protocol):
     @property
     def explainer(self) -> ExplanationService:
         """Explanations of programs."""
+        ...
+
+    @property
+    def request_times(self) -> RequestTimeMeter:
+        """Measures requests with one call."""
         ...
 
     @property

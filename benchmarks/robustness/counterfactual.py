@@ -3,8 +3,9 @@
 Each workload is one program with all its applications. It runs whole on one server, whose receipt
 estimates the same calls as single requests. A parallel client then sends the calls one by one to
 an equal server; each prompt begins with other characters, so that nothing is shared, as in the
-estimate. One ratio is computed per round. Each round has its own
-texts.
+estimate. One ratio is computed per round. Each round has its own texts. Before the first round,
+both servers answer some single requests: the estimate counts the time of requests that a server has
+measured.
 
 After the six workloads come stages of equal calls, with and without a common prefix, on engines
 that decode 16 outputs at once.
@@ -29,6 +30,8 @@ from apps.client import AppClient
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, workload
 from end_to_end import REAL, ROOMY, SIMULATED, two_servers
 
+NUM_FIRST = 30
+"""Single requests that each server answers before the first round."""
 SALT_CHARS = 16
 """Characters at the start of a prompt that differ between requests: one block."""
 
@@ -138,6 +141,15 @@ async def run_program(http: httpx.AsyncClient, program: dict[str, Any]) -> dict[
     return status
 
 
+def send_first(url: str) -> None:
+    """Send single requests, one after another."""
+    with httpx.Client(base_url=url, timeout=120) as http:
+        for number in range(NUM_FIRST):
+            prompt = _letters(f"first {number}", 100)
+            body = {"model": "default", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+            http.post("/v1/completions", json=body).raise_for_status()
+
+
 def salt_of(name: str, seed: int) -> str:
     """Return the start of the prompts of a workload in a round, which no others have."""
     return f"{seed}.{(*SCALED, *STAGES).index(name)}"
@@ -181,6 +193,8 @@ def main() -> None:
         chosen = [name for name in names if name in known]
         if chosen:
             with two_servers(options, ROOMY, CONTEXT_LEN) as urls:
+                for url in urls:
+                    send_first(url)
                 for name in chosen:
                     print_row(urls, name, arguments.rounds, verbose=arguments.verbose)
 

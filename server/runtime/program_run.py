@@ -16,7 +16,7 @@ nothing is dispatched, and no call, timer or context of the program remains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -37,7 +37,7 @@ from .node_state import MissingValue, NodeState
 from .persistence.journaled_events import RecoveredState
 from .program_state import ProgramState
 from .reporting.receipt import make_receipt
-from .reporting.single_requests import EngineSpeed
+from .reporting.single_requests import ServerSpeed
 from .reporting.status_parts import end_snapshot
 from .services import RuntimeServices
 from .steps.client_step import ClientStepExecutor
@@ -346,7 +346,7 @@ def _ignore() -> None:
 def _write_end_of(run: ProgramRun) -> None:
     """Make and write the receipt of a program that changes no more."""
     describe = partial(
-        _describe_end, run.state, run._calls.num_contexts, run._services.engine_speeds()
+        _describe_end, run.state, run._calls.num_contexts, run._services.server_speed()
     )
     if len(run.state.nodes) <= MAX_NODES_INLINE:
         run._write_end(*describe())
@@ -359,10 +359,10 @@ def _write_end_of(run: ProgramRun) -> None:
 
 
 def _describe_end(
-    state: ProgramState, blocks_held: int, engines: Mapping[str, EngineSpeed]
+    state: ProgramState, blocks_held: int, speed: ServerSpeed
 ) -> tuple[Receipt, EndRecord]:
     """Return the receipt and the last record of a program that has ended, and changes no more."""
-    receipt = make_receipt(state, blocks_held=blocks_held, engines=engines)
+    receipt = make_receipt(state, blocks_held=blocks_held, speed=speed)
     assert state.finished_at is not None
     record = EndRecord(
         program=state.id,

@@ -18,7 +18,8 @@ from .calls.suspects import SuspectGate
 from .clock import SteadyClock
 from .program_watch import ProgramWatch
 from .quota import QuotaLimits
-from .reporting.single_requests import EngineSpeed
+from .reporting.request_times import CallCounts, RequestTimeMeter
+from .reporting.single_requests import EngineSpeed, ServerSpeed
 from .turns import Turns
 
 
@@ -51,6 +52,9 @@ class RuntimeServices:
         self.quota_limits = QuotaLimits()
         self.watch = ProgramWatch()
         self.suspects = SuspectGate()
+        self.request_times = RequestTimeMeter(
+            lambda: CallCounts(scheduler.num_running, load.num_observed)
+        )
         self.fleet: Fleet | None = None
         self.open_journal: Journal | None = None
         self.served_model: ServedModel | None = None
@@ -77,14 +81,14 @@ class RuntimeServices:
         """Calls that the live engines run at once."""
         return sum(engine.hello.limits.max_sequences for engine in self.engines.values())
 
-    def engine_speeds(self) -> dict[str, EngineSpeed]:
-        """Return the speeds of the live engines whose steps are known, by name."""
+    def server_speed(self) -> ServerSpeed:
+        """Return what has been measured of requests and of the live engines."""
         speeds: dict[str, EngineSpeed] = {}
         for name, engine in self.engines.items():
             limits, costs = engine.hello.limits, engine.cost_meter.costs
             if costs is not None:
                 speeds[name] = EngineSpeed(costs, limits.step_tokens, limits.max_sequences)
-        return speeds
+        return ServerSpeed(speeds, self.request_times.times)
 
     def engine(self, name: str) -> Engine | None:
         """Return a live engine, or None if it is dead."""

@@ -54,6 +54,7 @@ from conure.server.program.status import (
     VariableStatus,
 )
 from conure.server.runtime.reporting.activity import ServerActivity
+from conure.server.runtime.reporting.request_times import CallCounts, RequestTimeMeter
 from conure.server.service import (
     EmbeddingService,
     EngineInfo,
@@ -159,9 +160,13 @@ class ScriptedService:
         self.on_submit: Callable[[ScriptedProgram], None] = lambda program: None
         self.readiness = Readiness(is_ready=True)
         self.life: list[str] = []
+        self.request_times = RequestTimeMeter(self._count_calls)
         self.drained = asyncio.Event()
         self._keys: dict[str, ScriptedProgram] = {}
         self._id_form = id_form
+
+    def _count_calls(self) -> CallCounts:
+        return CallCounts(num_running=0, num_ended=len(self.programs))
 
     async def start(self) -> None:
         self.life.append("start")

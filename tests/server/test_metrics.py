@@ -11,6 +11,7 @@ from conure.server.executor import Executor
 from conure.server.metrics import MetricsSnapshot, ServerMetrics
 from conure.server.program.status import Receipt
 from conure.server.runtime.reporting.receipt import make_receipt
+from conure.server.runtime.reporting.single_requests import ServerSpeed
 from conure.server.store.journal import JournalStatus
 
 from .inprocess import ServerHarness, call, expr, generate, insert, server_harness
@@ -110,7 +111,7 @@ def test_calls_cancelled_in_the_queue_have_no_durations() -> None:
     state.nodes["ran"].usage.logical = 5
     state.finished_at = 2.0
     metrics = ServerMetrics()
-    metrics.program_ended(state, make_receipt(state, blocks_held=0, engines={}))
+    metrics.program_ended(state, make_receipt(state, blocks_held=0, speed=ServerSpeed({})))
     page = metrics.render(MetricsSnapshot(0, 0, 0, 0, 0, [], 0, JOURNAL)).decode()
     for stage in ("queued", "prefill", "decode"):
         assert f'conure_call_seconds_count{{stage="{stage}"}} 1.0' in page.splitlines()

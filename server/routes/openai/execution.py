@@ -74,6 +74,8 @@ class RequestResult(NamedTuple):
 
     answers: list[CompletionResult]
     usage: Usage
+    engine_s: float
+    """Seconds that the calls were on engines, one after another."""
 
 
 class RequestCall(NamedTuple):
@@ -270,9 +272,10 @@ class RequestExecution:
             status: the status of their program.
         """
         num_prompt = num_shared = 0
+        nodes = [status.nodes[call.node] for call in self._calls]
         # All answers to a prompt share it.
         for i in range(0, len(values), self._num_answers):
-            prompt = status.nodes[self._calls[i].node].prompt_tokens
+            prompt = nodes[i].prompt_tokens
             # More tokens may have been decoded than the message kept: use the message's own count.
             num_tokens = values[i]["usage"]["prompt_tokens"]
             num_prompt += num_tokens
@@ -285,7 +288,8 @@ class RequestExecution:
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_shared),
         )
-        return RequestResult([answer_of(value) for value in values], usage)
+        engine_s = sum(node.prefill_s + node.decode_s for node in nodes)
+        return RequestResult([answer_of(value) for value in values], usage, engine_s)
 
 
 async def _flatten(

@@ -24,6 +24,7 @@ from conure.engine.protocol import ModelPurpose
 from ...program.decoding.bodies import revalidate
 from ...program.errors import NotFoundError
 from ...program.ir import AnyNode
+from ...runtime.reporting.request_times import RequestTimer
 from ...service import ModelInfo
 from ..openapi import error_responses, json_body, success_response
 from ..parrot.sessions import Sessions
@@ -194,6 +195,18 @@ async def _run_request(
     nodes: Sequence[AnyNode],
     builder_of: Callable[[str], ChunkBuilder],
 ) -> ASGIResponse:
+    with service_of(request).request_times.measure() as timer:
+        return await _answer(request, body, name, nodes, builder_of, timer)
+
+
+async def _answer(
+    request: AnyRequest,
+    body: OpenAIRequest,
+    name: str,
+    nodes: Sequence[AnyNode],
+    builder_of: Callable[[str], ChunkBuilder],
+    timer: RequestTimer,
+) -> ASGIResponse:
     execution, request_id = await _start(request, body, name, nodes)
     builder = builder_of(request_id)
     try:
@@ -206,6 +219,8 @@ async def _run_request(
     except BaseException:
         await execution.cancel()
         raise
+    if len(nodes) == 1 and execution.owns_program:
+        timer.engine_s = result.engine_s
     content = msgspec.json.encode(builder.complete(result))
     return ASGIResponse(body=content, media_type="application/json", status_code=200)
 

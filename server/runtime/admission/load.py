@@ -76,7 +76,8 @@ class LoadMonitor:
         self.call_s = 0.0
         """Average seconds of a call on an engine."""
         self._limits = limits
-        self._num_observed = 0
+        self.num_observed = 0
+        """Calls that have been on an engine."""
         self._now = now
         self._noise = noise or random.Random()
         self._refused_s = 0.0
@@ -85,8 +86,8 @@ class LoadMonitor:
 
     def observe_call(self, seconds: float) -> None:
         """Note how long a call was on an engine."""
-        self._num_observed += 1
-        weight = max(WEIGHT, 1 / self._num_observed)
+        self.num_observed += 1
+        weight = max(WEIGHT, 1 / self.num_observed)
         self.call_s += weight * (seconds - self.call_s)
 
     def wait_s(self, num_calls: int, num_sequences: int) -> float:
@@ -96,7 +97,7 @@ class LoadMonitor:
             num_calls: open calls that go before those of the program.
             num_sequences: calls that the engines run at once.
         """
-        if self._num_observed < MIN_CALLS or not num_sequences:
+        if self.num_observed < MIN_CALLS or not num_sequences:
             return 0.0
         return max(0, num_calls - num_sequences) * self.call_s / num_sequences
 

@@ -6,7 +6,7 @@ calls as single requests. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ...program.decoding.typed_json import convert_record
@@ -24,19 +24,17 @@ from ...program.status import (
 from ...store.records import UsageRecord
 from ..node_state import NodeState, NodeUsage
 from ..program_state import ProgramState
-from .single_requests import EngineSpeed, estimate_s
+from .single_requests import ServerSpeed, estimate_s
 
 
-def make_receipt(
-    program: ProgramState, *, blocks_held: int, engines: Mapping[str, EngineSpeed]
-) -> Receipt:
+def make_receipt(program: ProgramState, *, blocks_held: int, speed: ServerSpeed) -> Receipt:
     """Return the receipt of a program that has ended.
 
     Args:
         program: the program; its `finished_at` is set.
         blocks_held: contexts that are not freed, each of at least one block; 0 unless the
             server has a leak.
-        engines: the engines whose steps are known, by name.
+        speed: the measured speed of the server, for the estimate of single requests.
     """
     assert program.finished_at is not None
     states = [state for state in program.nodes.values() if isinstance(state.node, GenerateNode)]
@@ -72,7 +70,7 @@ def make_receipt(
         deadlines_missed=sorted(program.missed_deadlines),
         critical_path_s=_covered_s(path),
         as_single_requests=SingleRequests(
-            prompt_tokens=logical, estimated_s=_single_requests_s(program, engines)
+            prompt_tokens=logical, estimated_s=_single_requests_s(program, speed)
         ),
         kv_block_seconds=sum(usage.block_seconds for usage in usages),
         blocks_held=blocks_held,
@@ -240,7 +238,7 @@ def _covered_s(path: list[NodeState]) -> float:
     return total
 
 
-def _single_requests_s(program: ProgramState, engines: Mapping[str, EngineSpeed]) -> float:
+def _single_requests_s(program: ProgramState, speed: ServerSpeed) -> float:
     """Estimate the duration of the same calls, sent by a parallel client; see `single_requests`."""
     states = [state for state in program.nodes.values() if _has_run(state)]
-    return estimate_s(states, lambda state: _waited_for(program, state), engines)
+    return estimate_s(states, lambda state: _waited_for(program, state), speed)

@@ -1,10 +1,11 @@
 """The counterfactual of a receipt: the same calls as single requests of a parallel client.
 
 The client sends each call when its inputs are ready, to the engine that ran it, without network and
-without shared prefixes. An engine fills one prompt after another while it has a row for the output.
-Each of its steps gives every output one token and takes as long as the steps that the server has
-seen, by its tokens and by the KV tokens of the outputs. Nodes without a model, and calls on engines
-whose steps are unknown, take as long as they took.
+without shared prefixes. Requests use the event loop of the server one after another. An engine
+fills one prompt after another while it has a row for the output. Each of its steps gives every
+output one token and takes as long as the steps that the server has seen, by its tokens and by the
+KV tokens of the outputs. Nodes without a model, and calls on engines whose steps are unknown, take
+as long as they took.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 from ...engines.step_costs import StepCosts
 from ...program.ir import GenerateNode
 from ..node_state import NodeState
+from .request_times import RequestTimes
 
 
 class EngineSpeed(NamedTuple):
@@ -27,6 +29,15 @@ class EngineSpeed(NamedTuple):
     """Tokens that a step computes at most."""
     max_sequences: int
     """Outputs that a step decodes at most."""
+
+
+class ServerSpeed(NamedTuple):
+    """What single requests take on a server."""
+
+    engines: Mapping[str, EngineSpeed]
+    """The engines whose steps are known, by name."""
+    request_times: RequestTimes = RequestTimes()
+    """What each request takes outside the engines."""
 
 
 class _Call(NamedTuple):
@@ -49,23 +60,23 @@ _Work: TypeAlias = _Call | _Delay
 def estimate_s(
     states: Sequence[NodeState],
     waited_for: Callable[[NodeState], Iterable[NodeState]],
-    engines: Mapping[str, EngineSpeed],
+    speed: ServerSpeed,
 ) -> float:
     """Return the seconds from the start of the program to the end of its last node.
 
     Args:
         states: the nodes that have started and finished.
         waited_for: the nodes that a node waited for; others than `states` are ignored.
-        engines: the engines whose steps are known, by name.
+        speed: what single requests take on the server.
     """
     known = {state.node.id for state in states}
     work: dict[str, _Work] = {}
     before: dict[str, tuple[str, ...]] = {}
     for state in states:
         waited = [each for each in waited_for(state) if each.node.id in known]
-        work[state.node.id] = _work(state, waited, engines)
+        work[state.node.id] = _work(state, waited, speed.engines)
         before[state.node.id] = tuple({each.node.id: None for each in waited})
-    return _Counterfactual(work, before, engines).run()
+    return _Counterfactual(work, before, speed).run()
 
 
 def _work(
@@ -179,18 +190,25 @@ class _Counterfactual:
         self,
         work: Mapping[str, _Work],
         before: Mapping[str, tuple[str, ...]],
-        engines: Mapping[str, EngineSpeed],
+        speed: ServerSpeed,
     ) -> None:
         self._work = work
+        self._request_times = speed.request_times
+        self._server_free_s = 0.0
+        """When the event loop of the server is free for the next request."""
         self._num_open = {name: len(names) for name, names in before.items()}
         self._after: dict[str, list[str]] = {}
         for name, names in before.items():
             for each in names:
                 self._after.setdefault(each, []).append(name)
         self._started: set[str] = set()
-        self._delays: list[tuple[float, str]] = []
-        """Nodes outside the engines, by their end."""
-        self._engines = {name: _Engine(speed) for name, speed in engines.items()}
+        self._events: list[tuple[float, int, str]] = []
+        """Times at which prompts arrive at their engines and nodes outside the engines end.
+
+        The number in the middle counts the events: equal times keep the order of the program.
+        """
+        self._num_events = 0
+        self._engines = {name: _Engine(each) for name, each in speed.engines.items()}
         self._next: list[tuple[float, str]] = []
         """Times at which something may end on an engine; others than its `next_s` are ignored."""
         self._end_s = 0.0
@@ -206,9 +224,9 @@ class _Counterfactual:
                 self._start(name, 0.0)
         waiting = iter(self._work)
         while True:
-            if self._delays and (not self._next or self._delays[0] <= self._next[0]):
-                at_s, name = heapq.heappop(self._delays)
-                self._finish(name, at_s)
+            if self._events and (not self._next or self._events[0][0] <= self._next[0][0]):
+                at_s, _, name = heapq.heappop(self._events)
+                self._handle(name, at_s)
             elif self._next:
                 at_s, engine = heapq.heappop(self._next)
                 self._run_engine(engine, at_s)
@@ -224,7 +242,19 @@ class _Counterfactual:
         self._started.add(name)
         work = self._work[name]
         if isinstance(work, _Delay):
-            heapq.heappush(self._delays, (now_s + work.seconds, name))
+            at_s = now_s + work.seconds
+        else:
+            times = self._request_times
+            self._server_free_s = max(self._server_free_s, now_s) + times.busy_s
+            at_s = self._server_free_s + times.wait_s
+        self._num_events += 1
+        heapq.heappush(self._events, (at_s, self._num_events, name))
+
+    def _handle(self, name: str, now_s: float) -> None:
+        """End a node outside the engines, or give the prompt of a call to its engine."""
+        work = self._work[name]
+        if isinstance(work, _Delay):
+            self._finish(name, now_s)
             return
         self._engines[work.engine].add(name, work, now_s)
         self._note_next(work.engine)

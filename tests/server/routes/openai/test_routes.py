@@ -12,6 +12,7 @@ import pytest
 from conure.server.app import drain
 from conure.server.program.errors import UnavailableError
 from conure.server.program.ir import GenerateNode
+from conure.server.runtime.reporting.request_times import MIN_REQUESTS
 
 from ...service_double import (
     ScriptedProgram,
@@ -417,3 +418,23 @@ async def test_oversized_program_is_rejected_before_acceptance() -> None:
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"] == "program.invalid"
     assert service.programs == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_measured"),
+    [
+        ("chat/completions", CHAT, True),
+        ("completions", {"model": "tiny", "prompt": "Hi"}, True),
+        ("chat/completions", CHAT | {"stream": True}, False),
+        ("chat/completions", CHAT | {"temperature": -1}, False),
+    ],
+)
+async def test_single_answers_are_measured(
+    path: str, body: dict[str, Any], is_measured: bool
+) -> None:
+    service = ScriptedService()
+    service.on_submit = answering()
+    async with in_process(app_of(service)) as client:
+        for _ in range(MIN_REQUESTS):
+            await client.post(f"/v1/{path}", json=body)
+    assert (sum(service.request_times.times) > 0) == is_measured

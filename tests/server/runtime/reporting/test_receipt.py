@@ -12,7 +12,7 @@ from conure.server.engines.step_costs import StepCosts
 from conure.server.runtime.node_state import NodeUsage
 from conure.server.runtime.program_state import ProgramState
 from conure.server.runtime.reporting.receipt import critical_path, explain, make_receipt
-from conure.server.runtime.reporting.single_requests import EngineSpeed
+from conure.server.runtime.reporting.single_requests import EngineSpeed, ServerSpeed
 
 from ....cpu_time import least_cpu_s
 from ...inprocess import client, expr, generate, insert, var
@@ -48,7 +48,7 @@ def test_critical_path_follows_the_last_predecessor() -> None:
         {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
     )
     assert names(execution) == ["slow", "join", "end"]
-    made = make_receipt(execution, blocks_held=0, engines={})
+    made = make_receipt(execution, blocks_held=0, speed=ServerSpeed({}))
     assert made.critical_path == ["slow", "join", "end"]
     assert made.critical_path_s == pytest.approx(6.5)
     # Had something else been waited for longer, that would be the path.
@@ -93,11 +93,13 @@ def test_overlapping_time_counts_once() -> None:
         client("ask", "x", args={"a": var("a")}),
     ]
     execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
-    made = make_receipt(execution, blocks_held=0, engines={})
+    made = make_receipt(execution, blocks_held=0, speed=ServerSpeed({}))
     assert made.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
     assert made.critical_path_s == pytest.approx(9)
     execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
-    assert make_receipt(execution, blocks_held=0, engines={}).critical_path_s == pytest.approx(4)
+    assert make_receipt(
+        execution, blocks_held=0, speed=ServerSpeed({})
+    ).critical_path_s == pytest.approx(4)
 
 
 def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
@@ -105,7 +107,7 @@ def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
     execution = run(execute([generate(name, name) for name in names]), dict.fromkeys(names, (1, 2)))
     execution.nodes["ran"].usage.logical = 5
     execution.nodes["aborted_early"].usage.prompt_discarded = 3
-    made = make_receipt(execution, blocks_held=0, engines={})
+    made = make_receipt(execution, blocks_held=0, speed=ServerSpeed({}))
     assert (made.calls, made.round_trips_saved) == (2, 1)
 
 
@@ -113,11 +115,11 @@ def test_unstarted_nodes_are_not_in_the_receipt() -> None:
     nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
     execution = run(execute(nodes), {"end": (1, 2)})
     execution.nodes["end"].usage.logical = 5
-    made = make_receipt(execution, blocks_held=0, engines={})
+    made = make_receipt(execution, blocks_held=0, speed=ServerSpeed({}))
     assert (made.calls, made.critical_path, made.round_trips_saved) == (1, ["end"], 0)
     empty = execute([])
     empty.finished_at = 1.0
-    made = make_receipt(empty, blocks_held=0, engines={})
+    made = make_receipt(empty, blocks_held=0, speed=ServerSpeed({}))
     assert (made.calls, made.critical_path, made.critical_path_s) == (0, [], 0)
 
 
@@ -141,7 +143,7 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
     execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
     execution.nodes["a"].engine = execution.nodes["b"].engine = "engine-0"
     speed = EngineSpeed(StepCosts(0.1, 0.01, 0.0), step_tokens=50, max_sequences=8)
-    made = make_receipt(execution, blocks_held=2, engines={"engine-0": speed})
+    made = make_receipt(execution, blocks_held=2, speed=ServerSpeed({"engine-0": speed}))
     tokens = made.prompt_tokens
     assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
     shared = tokens.shared
@@ -158,9 +160,9 @@ def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     nodes: list[Any] = [expr("n0", {"lit": 0})]
     nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
     execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
-    assert len(make_receipt(execution, blocks_held=0, engines={}).critical_path) == 5_000
+    assert len(make_receipt(execution, blocks_held=0, speed=ServerSpeed({})).critical_path) == 5_000
     # Measured: 0.1 s. The bound only detects quadratic time.
-    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0, engines={})) < 1
+    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0, speed=ServerSpeed({}))) < 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from conure.server.engines.step_costs import StepCosts
 from conure.server.program.ir import ExprNode, GenerateNode
 from conure.server.runtime.node_state import NodeState, NodeUsage
-from conure.server.runtime.reporting.single_requests import EngineSpeed, estimate_s
+from conure.server.runtime.reporting.request_times import RequestTimes
+from conure.server.runtime.reporting.single_requests import EngineSpeed, ServerSpeed, estimate_s
 
 COSTS = StepCosts(step_s=0.005, token_s=0.0001, held_token_s=1e-6)
 STEP_TOKENS = 64
@@ -39,6 +40,7 @@ def estimated(
     states: list[NodeState],
     waited_for: Mapping[str, list[str]] | None = None,
     engines: Mapping[str, EngineSpeed] | None = None,
+    request_times: RequestTimes | None = None,
 ) -> float:
     """Estimate the nodes; `waited_for` has names."""
     by_name = {state.node.id: state for state in states}
@@ -46,7 +48,8 @@ def estimated(
     def before(state: NodeState) -> Iterable[NodeState]:
         return [by_name[name] for name in (waited_for or {}).get(state.node.id, [])]
 
-    return estimate_s(states, before, {"engine-0": SPEED} if engines is None else engines)
+    known = {"engine-0": SPEED} if engines is None else engines
+    return estimate_s(states, before, ServerSpeed(known, request_times or RequestTimes()))
 
 
 def step_by_step_s(calls: list[tuple[int, int]], speed: EngineSpeed) -> float:
@@ -168,3 +171,30 @@ def test_a_call_that_starts_while_others_run_does_not_change_what_they_did_befor
     states[2] = call("b", 10, 40)
     later_s = estimated(states, {"b": ["e"]}, engines={"engine-0": speed})
     assert later_s == pytest.approx(11.5 + 1 + 40)
+
+
+REQUEST = RequestTimes(busy_s=2.0, wait_s=1.0)
+ONE_STEP = EngineSpeed(StepCosts(step_s=1.0, token_s=0.0, held_token_s=0.0), 10, max_sequences=8)
+
+
+def test_every_call_of_a_chain_takes_the_time_of_a_request() -> None:
+    chain = [call(f"c{i}", 10, 30) for i in range(3)]
+    waits = {"c1": ["c0"], "c2": ["c1"]}
+    found = estimated(chain, waits, {"engine-0": ONE_STEP}, REQUEST)
+    assert found == pytest.approx(3 * (2 + 1 + 1 + 30))
+
+
+def test_the_server_receives_one_request_after_another() -> None:
+    stage = [call(f"m{i}", 10, 30) for i in range(4)]
+    found = estimated(stage, engines={"engine-0": ONE_STEP}, request_times=REQUEST)
+    assert found == pytest.approx(4 * 2 + 1 + 1 + 30)
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 1e-9])
+def test_calls_that_are_ready_together_keep_the_order_of_the_program(busy_s: float) -> None:
+    speed = ONE_STEP._replace(max_sequences=1)
+    calls = [call("m0", 10, 5), call("m2", 10, 5), call("m10", 10, 50)]
+    after = expression("e", 1.0, 101.0)
+    times = RequestTimes(busy_s, 0.0)
+    found = estimated([*calls, after], {"e": ["m2"]}, {"engine-0": speed}, times)
+    assert found == pytest.approx(2 * (1 + 5) + 100)
