@@ -145,8 +145,8 @@ def send_first(url: str) -> None:
     """Send single requests, one after another."""
     with httpx.Client(base_url=url, timeout=120) as http:
         for number in range(NUM_FIRST):
-            prompt = _letters(f"first {number}", 100)
-            body = {"model": "default", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+            prompt = _letters(f"first {number}", 400)
+            body = {"model": "default", "prompt": prompt, "max_tokens": 25, "ignore_eos": True}
             http.post("/v1/completions", json=body).raise_for_status()
 
 

@@ -1,4 +1,4 @@
-"""Middleware of every request: request ids, limits of memory, and the check of Host and Origin.
+"""Middleware: request ids, limits of memory, the check of Host and Origin, and times of requests.
 
 A web page in the user's browser can send requests to the loopback address, by DNS rebinding or
 across origins. Without API keys, the Host header must therefore name this machine. Browsers also
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Any
+from typing import Any, cast
 
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
 from ..program.errors import ConureError, UnavailableError
+from ..runtime.reporting.request_times import RequestTimer
+from ..service import Service
 
 SMALL_BODY_BYTES = 1024 * 1024
 """Bodies that need no reservation."""
@@ -30,6 +32,7 @@ MAX_RESPONSE_BYTES_TOTAL = 24 * 1024 * 1024
 """Bytes of large responses that may wait for their clients at once. A single one may be larger."""
 
 _KEY = "conure.request_id"
+_TIMER_KEY = "conure-request-timer"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
 _HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _SCHEME = re.compile(rb"https?://", re.IGNORECASE)
@@ -179,6 +182,32 @@ def _content_length(message: Any) -> int:
         if name.lower() == b"content-length":
             return int(value)
     return 0
+
+
+class RequestTimeMiddleware(ASGIMiddleware):
+    """Measures what a request with one call takes outside the engines.
+
+    The time begins when the body has arrived. The handler sets `engine_s` of `timer_of`.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass the request on."""
+        service: Service = scope["litestar_app"].state.service
+        with service.request_times.measure() as timer:
+
+            async def receive_body() -> Any:
+                message = await receive()
+                if message["type"] == "http.request" and not message.get("more_body", False):
+                    timer.begin()
+                return message
+
+            cast(dict[str, Any], scope)[_TIMER_KEY] = timer
+            await next_app(scope, receive_body, send)
+
+
+def timer_of(request: Any) -> RequestTimer:
+    """Return the timer of a request whose route has `RequestTimeMiddleware`."""
+    return cast(RequestTimer, request.scope[_TIMER_KEY])
 
 
 class LoopbackOnlyMiddleware(ASGIMiddleware):

@@ -160,12 +160,12 @@ class ScriptedService:
         self.on_submit: Callable[[ScriptedProgram], None] = lambda program: None
         self.readiness = Readiness(is_ready=True)
         self.life: list[str] = []
-        self.request_times = RequestTimeMeter(self._count_calls)
+        self.request_times = RequestTimeMeter(self.count_calls)
         self.drained = asyncio.Event()
         self._keys: dict[str, ScriptedProgram] = {}
         self._id_form = id_form
 
-    def _count_calls(self) -> CallCounts:
+    def count_calls(self) -> CallCounts:
         return CallCounts(num_running=0, num_ended=len(self.programs))
 
     async def start(self) -> None:

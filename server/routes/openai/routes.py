@@ -24,8 +24,8 @@ from conure.engine.protocol import ModelPurpose
 from ...program.decoding.bodies import revalidate
 from ...program.errors import NotFoundError
 from ...program.ir import AnyNode
-from ...runtime.reporting.request_times import RequestTimer
 from ...service import ModelInfo
+from ..middleware import RequestTimeMiddleware, timer_of
 from ..openapi import error_responses, json_body, success_response
 from ..parrot.sessions import Sessions
 from ..problem import public_error_of
@@ -86,6 +86,7 @@ class ModelList(Struct, frozen=True, kw_only=True):
         200: success_response(ChatCompletion, "The completion, or a stream of its chunks"),
         **_ERRORS,
     },
+    middleware=[RequestTimeMiddleware()],
     tags=["openai"],
 )
 async def complete_chat(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -113,6 +114,7 @@ async def complete_chat(request: Request[Any, Any, Any]) -> ASGIResponse:
         200: success_response(Completion, "The completion, or a stream of its chunks"),
         **_ERRORS,
     },
+    middleware=[RequestTimeMiddleware()],
     tags=["openai"],
 )
 async def complete_text(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -195,18 +197,6 @@ async def _run_request(
     nodes: Sequence[AnyNode],
     builder_of: Callable[[str], ChunkBuilder],
 ) -> ASGIResponse:
-    with service_of(request).request_times.measure() as timer:
-        return await _answer(request, body, name, nodes, builder_of, timer)
-
-
-async def _answer(
-    request: AnyRequest,
-    body: OpenAIRequest,
-    name: str,
-    nodes: Sequence[AnyNode],
-    builder_of: Callable[[str], ChunkBuilder],
-    timer: RequestTimer,
-) -> ASGIResponse:
     execution, request_id = await _start(request, body, name, nodes)
     builder = builder_of(request_id)
     try:
@@ -220,7 +210,7 @@ async def _answer(
         await execution.cancel()
         raise
     if len(nodes) == 1 and execution.owns_program:
-        timer.engine_s = result.engine_s
+        timer_of(request).engine_s = result.engine_s
     content = msgspec.json.encode(builder.complete(result))
     return ASGIResponse(body=content, media_type="application/json", status_code=200)
 

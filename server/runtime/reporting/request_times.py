@@ -1,7 +1,7 @@
 """The time that a single request takes outside the engines, measured on the server's requests.
 
 Responsibility: the medians over the last requests that ran alone and made one call.
-Out of scope: the network, HTTP, and the time on engines (`engines.step_costs`).
+Out of scope: the network, and the time on engines (`engines.step_costs`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_REQUESTS = 32
@@ -72,7 +71,7 @@ class RequestTimeMeter:
 
     @contextmanager
     def measure(self) -> Iterator[RequestTimer]:
-        """Measure a request from the arrival of its body to the end of the block.
+        """Measure a request from now, or from the last `begin` of its timer, until the block ends.
 
         It counts if its `engine_s` was set and it was alone: no other request was open meanwhile,
         and no other call was on an engine.
@@ -81,8 +80,7 @@ class RequestTimeMeter:
         is_alone = not self._num_open and not before.num_running
         self._num_open += 1
         self._num_started += 1
-        number, timer = self._num_started, RequestTimer()
-        at_s, busy_at_s = self._now(), self._busy()
+        number, timer = self._num_started, RequestTimer(self._now, self._busy)
         try:
             yield timer
         finally:
@@ -90,15 +88,26 @@ class RequestTimeMeter:
         is_alone &= number == self._num_started
         is_alone &= self._count_calls() == CallCounts(0, before.num_ended + 1)
         if is_alone and timer.engine_s is not None:
-            outside_s = max(self._now() - at_s - timer.engine_s, 0.0)
-            # The event loop also computes while the engine does, for the text of the output.
-            busy_s = min(self._busy() - busy_at_s, outside_s)
-            self._found.append(RequestTimes(busy_s, outside_s - busy_s))
+            self._found.append(timer.times(timer.engine_s))
 
 
-@dataclass(slots=True)
 class RequestTimer:
     """A request that is being measured."""
 
-    engine_s: float | None = None
-    """Seconds that its only call was on an engine; None if it has not ended or has several."""
+    def __init__(self, now: Callable[[], float], busy: Callable[[], float]) -> None:
+        self.engine_s: float | None = None
+        """Seconds that its only call was on an engine; None if it has not ended or has several."""
+        self._now = now
+        self._busy = busy
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the time so far: the body has arrived only now."""
+        self._at_s, self._busy_at_s = self._now(), self._busy()
+
+    def times(self, engine_s: float) -> RequestTimes:
+        """Return the times since `begin`, of which the call was on an engine for `engine_s`."""
+        outside_s = max(self._now() - self._at_s - engine_s, 0.0)
+        # The event loop also computes while the engine does, for the text of the output.
+        busy_s = min(self._busy() - self._busy_at_s, outside_s)
+        return RequestTimes(busy_s, outside_s - busy_s)

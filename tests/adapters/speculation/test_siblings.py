@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conure.adapters.speculation import siblings
 from conure.adapters.speculation.planned_call import PlannedCall
 from conure.adapters.speculation.run import SpeculativeRun
 from conure.adapters.speculation.siblings import MAX_WAIT_S, SiblingGroups, Siblings
@@ -57,10 +58,11 @@ def test_siblings_wait_once() -> None:
     assert groups.wait_s({"x", "topic"}) == 0
 
 
-async def test_values_of_siblings_travel_in_one_request() -> None:
+async def test_values_of_siblings_travel_in_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "MAX_WAIT_S", 60.0)
     client: Any = ClientDouble()
     run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
-    run.calls._siblings._clock = iter([0.0, *[1.0] * 9]).__next__
+    run.calls._siblings._clock = iter([0.0, *[60.0] * 9]).__next__
     run.plan([item("a", "x"), item("b", "y")])
     await client.tasks.pop(0)()
     run.set_values({"x": 1})

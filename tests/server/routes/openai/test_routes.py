@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,7 +13,7 @@ import pytest
 from conure.server.app import drain
 from conure.server.program.errors import UnavailableError
 from conure.server.program.ir import GenerateNode
-from conure.server.runtime.reporting.request_times import MIN_REQUESTS
+from conure.server.runtime.reporting.request_times import MIN_REQUESTS, RequestTimeMeter
 
 from ...service_double import (
     ScriptedProgram,
@@ -438,3 +439,27 @@ async def test_single_answers_are_measured(
         for _ in range(MIN_REQUESTS):
             await client.post(f"/v1/{path}", json=body)
     assert (sum(service.request_times.times) > 0) == is_measured
+
+
+async def test_the_time_of_an_answer_begins_when_the_body_has_arrived() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        text = json.dumps(CHAT).encode()
+        yield text[:10]
+        clock.append(1000.0)
+        yield text[10:]
+
+    clock = [0.0]
+    headers = {"content-type": "application/json"}
+    service = ScriptedService()
+    service.on_submit = answering()
+    service.request_times = RequestTimeMeter(
+        service.count_calls, now=lambda: clock[-1], busy=lambda: 0.0
+    )
+    async with in_process(app_of(service)) as client:
+        for _ in range(MIN_REQUESTS):
+            clock.append(0.0)
+            answer = await client.post("/v1/chat/completions", content=parts(), headers=headers)
+            assert answer.status_code == 200
+            assert clock[-1] == 1000.0
+    assert service.request_times.times == (0.0, 0.0)
+    assert len(service.request_times._found) == MIN_REQUESTS

@@ -84,6 +84,19 @@ def test_times_add_up_to_no_more_than_the_request(
     assert sum(times) == pytest.approx(max(0.0, 1.0 - engine_s))
 
 
+def test_the_time_begins_again_when_the_body_has_arrived(server: Server) -> None:
+    for _ in range(MIN_REQUESTS):
+        with server.meter.measure() as timer:
+            server.now += 100.0
+            server.busy += 10.0
+            timer.begin()
+            server.now += 10.0
+            server.busy += 2.0
+            server.num_ended += 1
+            timer.engine_s = 7.0
+    assert server.meter.times == pytest.approx((2.0, 1.0))
+
+
 def test_a_request_beside_another_does_not_count(server: Server) -> None:
     for _ in range(MIN_REQUESTS):
         server.run(beside=server.run)
