@@ -12,7 +12,6 @@ would reach the next page in the same step. So they begin at different places.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 from typing import Final
 
@@ -22,7 +21,7 @@ from torch import Tensor
 HUGE_PAGE: Final = 2**21
 """Bytes of a huge page of x86-64, and of AArch64 with pages of 4 KiB."""
 ALIGNMENT: Final = 4096
-"""All heads begin at a multiple of this number of bytes."""
+"""Heads that do not fit into a huge page begin at multiples of this number of bytes."""
 _GOLDEN_RATIO: Final = (5**0.5 - 1) / 2
 """The multiples of this number modulo 1 are far from each other, for any count of them."""
 
@@ -58,18 +57,16 @@ def zeros(heads: int, size: int, dtype: torch.dtype, *, number: int) -> Tensor:
 def _placement(heads: int, head_bytes: int, number: int) -> tuple[int | None, int]:
     """Return where in a huge page the first head begins, and the bytes from a head to the next.
 
-    The heads of a cache begin at different multiples of a part of a huge page, and each cache
-    begins at another place in that part. Heads that fit into a huge page are adjacent, at any
-    place.
+    A huge page has as many parts as the cache has heads, rounded up to a power of two. Each head
+    begins in another part, because the distance of two neighbours is an odd number of parts, and
+    each cache begins at another place in its part. Heads that fit into a huge page are adjacent,
+    at any place.
     """
-    if head_bytes <= HUGE_PAGE:
+    if head_bytes < HUGE_PAGE:
         return None, head_bytes
-    part = max(ALIGNMENT, HUGE_PAGE // heads // ALIGNMENT * ALIGNMENT)
+    part = max(ALIGNMENT, HUGE_PAGE >> (heads - 1).bit_length())
     offset = int(number * _GOLDEN_RATIO % 1 * part) // ALIGNMENT * ALIGNMENT
     if heads == 1:
         return offset, head_bytes
-    beyond = head_bytes % HUGE_PAGE
-    num_parts = -(-beyond // part)
-    while math.gcd(num_parts, heads) != 1:
-        num_parts += 1
-    return offset, head_bytes - beyond + num_parts * part
+    num_parts = -(-head_bytes // part) | 1
+    return offset, num_parts * part

@@ -37,7 +37,7 @@ class LoopNode(TemplateNode, frozen=True, kw_only=True, tag="loop"):
     """Evaluated at the end of a round; true ends the loop. A bare string names a variable."""
     max_iter: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = DEFAULT_MAX_ROUNDS
     """The loop fails if it does not end after this number of rounds. It fails before the first one
-    if it has more items, or a larger `count`, and nothing may end it earlier."""
+    if it has more items, or a larger `count`, and nothing in the program can end it earlier."""
 
     def __post_init__(self) -> None:
         # A constant text is neither a number of rounds nor a condition.

@@ -13,7 +13,7 @@ from ...program.errors import ConureError, ExpressionError, RunError
 from ...program.expressions.evaluate import variables
 from ...program.expressions.values import is_true
 from ...program.graph.instances import BodyInstance, end_of_round
-from ...program.ir import Expression, Json, LoopNode, RoundEndNode, WaitNode
+from ...program.ir import Expression, Json, KillNode, LoopNode, RoundEndNode, WaitNode
 from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import walk
 from ...program.nodes.loop import MAX_ROUNDS
@@ -57,7 +57,7 @@ class LoopExecutor(NodeExecutor[LoopNode]):
                 raise RunError("loop.count", message)
         num_rounds = len(rounds) if isinstance(rounds, list) else rounds
         is_number = isinstance(num_rounds, int)
-        if is_number and num_rounds > node.max_iter and not _may_end_early(node):
+        if is_number and num_rounds > node.max_iter and not self._may_end_early(node):
             raise RunError("loop.exhausted", _exhausted(node, num_rounds))
         initial = {name: work.evaluate(init) for name, (init, _) in node.carry.items()}
         ready = publish_decision(self.context, node, rounds)
@@ -68,6 +68,20 @@ class LoopExecutor(NodeExecutor[LoopNode]):
             self.context.complete_slot(node.id, ENTER, [])
         else:
             start_round(self.context, node, 0)
+
+    def _may_end_early(self, loop: LoopNode) -> bool:
+        """Return whether a loop may end before its last round.
+
+        `until` ends a loop, as do kills and unmet waits anywhere in the program. A program that is
+        open may still receive them.
+        """
+        if loop.until is not UNSET or self.state.is_open:
+            return True
+        nodes = (node for _, node in walk(self.state.graph.nodes.values(), ""))
+        return any(
+            isinstance(node, KillNode) or (isinstance(node, WaitNode) and node.required)
+            for node in nodes
+        )
 
     def _publish_results(self, node: LoopNode) -> None:
         last = len(self.state.graph.body_nodes(node.id))
@@ -166,13 +180,6 @@ def start_round(context: NodeContext, node: LoopNode, index: int) -> None:
     is_last = _is_last(state, node, index) or index + 1 >= node.max_iter
     context.announce(node.id, [] if is_last else _instances(state, node, index + 1))
     start_instances(context, node.id, expansion)
-
-
-def _may_end_early(loop: LoopNode) -> bool:
-    """Return whether a loop may end before its last round: by `until`, or by an unmet wait."""
-    nodes = (node for _, node in walk(loop.body, ""))
-    has_wait = any(isinstance(node, WaitNode) and node.required for node in nodes)
-    return loop.until is not UNSET or has_wait
 
 
 def _exhausted(loop: LoopNode, num_rounds: int | None) -> str:

@@ -38,7 +38,7 @@ class CallCounts(NamedTuple):
 
 
 class RequestTimeMeter:
-    """Measures requests that no other request or call runs beside."""
+    """Measures requests that run alone."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class RequestTimeMeter:
     def measure(self) -> Iterator[RequestTimer]:
         """Measure a request from now, or from the last `begin` of its timer, until the block ends.
 
-        It counts if its `engine_s` was set and it was alone: no other request was open meanwhile,
-        and no other call was on an engine.
+        It counts if its `engine_s` was set and it was alone: no other measured request was open
+        meanwhile, and no other call was on an engine.
         """
         before = self._count_calls()
         is_alone = not self._num_open and not before.num_running

@@ -358,11 +358,13 @@ async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
         await playwright.expect(outputs).to_contain_text("The value is an empty text.")
         await page.goto(f"{url}/#/playground")
         await page.get_by_label("Program (JSON)").check(force=True)
-        text = msgspec.json.encode({"program": {"nodes": [node], "outputs": ["x"]}}).decode()
-        await page.get_by_label("Program", exact=True).fill(text)
-        await page.get_by_role("button", name="Run").click()
-        answer = page.get_by_role("region", name="n", exact=True)
-        await playwright.expect(answer).to_have_text("(empty)")
+        for value, shown in (({"join": [[], ""]}, "(empty)"), (None, "null")):
+            nodes = [node | {"expr": value}]
+            text = msgspec.json.encode({"program": {"nodes": nodes, "outputs": ["x"]}}).decode()
+            await page.get_by_label("Program", exact=True).fill(text)
+            await page.get_by_role("button", name="Run").click()
+            answer = page.get_by_role("region", name="n", exact=True)
+            await playwright.expect(answer).to_have_text(shown)
 
 
 async def test_a_curl_command_contains_no_code_of_output_names() -> None:
@@ -415,6 +417,10 @@ async def test_two_clicks_on_run_submit_one_program(tmp_path: Path) -> None:
         await playwright.expect(page.locator(".result .status")).to_contain_text("done")
         assert requests.count(f"POST {url}/v1/programs") == 1
         assert len([each for each in requests if each.endswith("/events")]) == 1
+        requests.clear()
+        await page.get_by_role("button", name="Run").dblclick()
+        await playwright.expect(page.locator(".result .status")).to_contain_text("done")
+        assert requests.count(f"POST {url}/v1/programs") == 1
 
 
 async def test_a_long_session_is_explained_few_times(tmp_path: Path) -> None:

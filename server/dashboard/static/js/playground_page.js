@@ -34,7 +34,9 @@ export function open() {
       h("span", { class: "note" }, "Ctrl+Enter runs")),
   );
   form.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); submit(); }
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    if (!event.repeat) submit();
   });
   const copy = h(
     "section", { class: "card", "aria-labelledby": "copy-heading" },

@@ -102,6 +102,22 @@ async def test_loop_with_too_many_rounds_fails_before_the_first(
         assert status.nodes.keys() == {"l"}
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"op": "kill", "targets": ["z"], "after": ["z"]},
+        {"op": "wait", "variables": ["z"], "required": True},
+    ],
+)
+async def test_loop_that_another_node_may_end_has_its_first_rounds(
+    tmp_path: Path, other: Json
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        nodes = [expr("z", 1, "z"), {"id": "other", **other}]
+        program = await harness.submit([*nodes, loop(expr("e", 1, "o"), max_iter=2, count=3)])
+        assert "e.1" in (await program.end()).nodes
+
+
 async def test_loop_with_many_items_may_end_early(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         fields = {"items": {"range": [5]}, "index": "i", "until": {"eq": [var("i"), 1]}}
