@@ -2,18 +2,22 @@
 
 Responsibility: which parts can be planned, by class and method.
 Out of scope: how a part is planned (`synthesizers`, `extractors`, `postprocessors`,
-`path_extractors`).
+`path_extractors`, `indices`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 from llama_index.core.extractors import BaseExtractor
+from llama_index.core.indices.common_tree.base import GPTTreeIndexBuilder
+from llama_index.core.indices.document_summary import DocumentSummaryIndex
+from llama_index.core.indices.keyword_table import KeywordTableIndex
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index_instrumentation import get_dispatcher
@@ -21,7 +25,7 @@ from llama_index_instrumentation.span.base import BaseSpan
 from llama_index_instrumentation.span_handlers import BaseSpanHandler
 
 from ..llm.llm import Conure
-from . import extractors, path_extractors, postprocessors, synthesizers
+from . import extractors, indices, path_extractors, postprocessors, synthesizers
 from .plan_builder import NotPlanned, PlanBuilder
 from .scope import Scope, active_scope, app_class
 from .scoped_generators import scope_chat_stream
@@ -44,12 +48,17 @@ PARTS: tuple[PlannablePart, ...] = (
     PlannablePart(BaseSynthesizer, ("get_response", "aget_response"), "_llm", synthesizers.plan),
     PlannablePart(BaseExtractor, ("aextract",), "llm", extractors.plan),
     PlannablePart(LLMRerank, ("_postprocess_nodes",), "llm", postprocessors.plan),
+    PlannablePart(DocumentSummaryIndex, indices.SUMMARY_METHODS, "_llm", indices.plan_summaries),
+    PlannablePart(KeywordTableIndex, indices.KEYWORD_METHODS, "_llm", indices.plan_keywords),
+    PlannablePart(GPTTreeIndexBuilder, indices.TREE_METHODS, "_llm", indices.plan_tree),
     *(
         PlannablePart(kind, ("__call__", "acall"), "llm", path_extractors.plan)
         for kind in path_extractors.PLANNERS
     ),
 )
 
+_HANDLERS_LOCK = threading.Lock()
+"""Held while the handler is added, once per process."""
 _STREAM_READERS = ("write_response_to_history", "awrite_response_to_history")
 _SPAN_ID = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.DOTALL)
 """LlamaIndex's id of a span: `Class.method`, then a UUID."""
@@ -105,8 +114,10 @@ class PlanningSpanHandler(BaseSpanHandler[BaseSpan]):
 def begin(app: Any = None) -> Scope:
     """Return a new run; its parts are planned from now on."""
     root = get_dispatcher()
-    if not any(isinstance(handler, PlanningSpanHandler) for handler in root.span_handlers):
-        root.add_span_handler(PlanningSpanHandler())
+    with _HANDLERS_LOCK:
+        if not any(isinstance(handler, PlanningSpanHandler) for handler in root.span_handlers):
+            indices.add_spans()
+            root.add_span_handler(PlanningSpanHandler())
     return Scope(app)
 
 
