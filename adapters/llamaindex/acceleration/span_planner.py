@@ -15,9 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 from llama_index.core.extractors import BaseExtractor
-from llama_index.core.indices.common_tree.base import GPTTreeIndexBuilder
-from llama_index.core.indices.document_summary import DocumentSummaryIndex
-from llama_index.core.indices.keyword_table import KeywordTableIndex
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index_instrumentation import get_dispatcher
@@ -48,9 +45,10 @@ PARTS: tuple[PlannablePart, ...] = (
     PlannablePart(BaseSynthesizer, ("get_response", "aget_response"), "_llm", synthesizers.plan),
     PlannablePart(BaseExtractor, ("aextract",), "llm", extractors.plan),
     PlannablePart(LLMRerank, ("_postprocess_nodes",), "llm", postprocessors.plan),
-    PlannablePart(DocumentSummaryIndex, indices.SUMMARY_METHODS, "_llm", indices.plan_summaries),
-    PlannablePart(KeywordTableIndex, indices.KEYWORD_METHODS, "_llm", indices.plan_keywords),
-    PlannablePart(GPTTreeIndexBuilder, indices.TREE_METHODS, "_llm", indices.plan_tree),
+    *(
+        PlannablePart(kind, methods, "_llm", indices.plan)
+        for kind, methods in indices.METHODS.items()
+    ),
     *(
         PlannablePart(kind, ("__call__", "acall"), "llm", path_extractors.plan)
         for kind in path_extractors.PLANNERS

@@ -50,6 +50,20 @@ class SpanlessTextPacker(PromptHelper):
         return splitter
 
 
+def without_spans(part: Any) -> Any:
+    """Return a copy of a part with a prompt helper, which packs texts without spans.
+
+    Raises:
+        NotPlanned: if the prompt helper is not LlamaIndex's own.
+    """
+    if type(part._prompt_helper) is not PromptHelper:
+        raise NotPlanned("its prompt helper is not LlamaIndex's own")
+    part = copy.copy(part)
+    part._prompt_helper = part._prompt_helper.model_copy()
+    part._prompt_helper.__class__ = SpanlessTextPacker
+    return part
+
+
 MARGIN = 8
 """How many tokens two joined texts may have more than the two separately."""
 
@@ -224,8 +238,7 @@ def plan(
         raise NotPlanned(f"class {kind.__name__} is not supported")
     if planner is plan_nothing:
         return []
-    if type(synthesizer._prompt_helper) is not PromptHelper:
-        raise NotPlanned("its prompt helper is not LlamaIndex's own")
+    synthesizer = without_spans(synthesizer)
     if getattr(synthesizer, "_structured_answer_filtering", False):
         raise NotPlanned("its answers are filtered (structured_answer_filtering)")
     if synthesizer._streaming and issubclass(kind, Accumulate):
@@ -240,10 +253,6 @@ def plan(
     builder.prompt_args = {name: arguments[name] for name in arguments.keys() - own}
     if not all(isinstance(each, str | int | float) for each in builder.prompt_args.values()):
         raise NotPlanned(f"it is called with {sorted(builder.prompt_args)}")
-    helper = synthesizer._prompt_helper.model_copy()
-    helper.__class__ = SpanlessTextPacker
-    synthesizer = copy.copy(synthesizer)
-    synthesizer._prompt_helper = helper
     texts = list(arguments["text_chunks"])
     return list(planner(synthesizer, builder, arguments["query_str"], texts) or [])
 

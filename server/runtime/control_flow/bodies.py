@@ -41,7 +41,12 @@ def bound_names(node: MapNode | LoopNode, index: int) -> dict[str, Expression]:
 
 def num_instances(state: ProgramState, node: MapNode | LoopNode) -> int | None:
     """Return how many items or rounds a node has; None if only `until` ends it."""
-    value: Json = state.values[node.decision_variable]
+    value: list[Json] | int | None = state.values[node.decision_variable]
+    return length_of(value)
+
+
+def length_of(value: list[Json] | int | None) -> int | None:
+    """Return the number of items; a number, or None, stands for itself."""
     return len(value) if isinstance(value, list) else value
 
 

@@ -24,6 +24,7 @@ from ..program_state import ProgramState
 from .bodies import (
     bound_names,
     evaluate_items,
+    length_of,
     num_instances,
     publish_decision,
     start_instances,
@@ -47,17 +48,10 @@ class LoopExecutor(NodeExecutor[LoopNode]):
 
     def _enter(self, node: LoopNode) -> None:
         work = self.context.work
-        rounds: Json = None
-        if node.items is not UNSET:
-            rounds = evaluate_items(self.context, node.items, node.id)
-        elif node.count is not UNSET:
-            rounds = work.evaluate(node.count)
-            if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
-                message = f"`count` of {node.id} must be a number of rounds, got {rounds!r}"
-                raise RunError("loop.count", message)
-        num_rounds = len(rounds) if isinstance(rounds, list) else rounds
-        is_number = isinstance(num_rounds, int)
-        if is_number and num_rounds > node.max_iter and not self._may_end_early(node):
+        rounds = self._evaluate_rounds(node)
+        num_rounds = length_of(rounds)
+        is_excessive = num_rounds is not None and num_rounds > node.max_iter
+        if is_excessive and not self._may_end_early(node):
             raise RunError("loop.exhausted", _exhausted(node, num_rounds))
         initial = {name: work.evaluate(init) for name, (init, _) in node.carry.items()}
         ready = publish_decision(self.context, node, rounds)
@@ -68,6 +62,18 @@ class LoopExecutor(NodeExecutor[LoopNode]):
             self.context.complete_slot(node.id, ENTER, [])
         else:
             start_round(self.context, node, 0)
+
+    def _evaluate_rounds(self, node: LoopNode) -> list[Json] | int | None:
+        """Return the items, or the number of rounds; None if only `until` ends the loop."""
+        if node.items is not UNSET:
+            return evaluate_items(self.context, node.items, node.id)
+        if node.count is UNSET:
+            return None
+        count = self.context.work.evaluate(node.count)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            message = f"`count` of {node.id} must be a number of rounds, got {count!r}"
+            raise RunError("loop.count", message)
+        return count
 
     def _may_end_early(self, loop: LoopNode) -> bool:
         """Return whether a loop may end before its last round.

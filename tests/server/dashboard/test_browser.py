@@ -59,6 +59,20 @@ async def browser_page(**options: Any) -> AsyncIterator[Page]:
             await browser.close()
 
 
+async def result_of(module: str, call: str, argument: Any) -> Any:
+    """Return the result of a function of the dashboard's model, whose call reads `argument`."""
+    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
+        await page.goto(url)
+        script = f"async (argument) => (await import('/dashboard/model/{module}')).{call}"
+        return await page.evaluate(script, argument)
+
+
+async def write_program(page: Page, node: dict[str, Any]) -> None:
+    """Write a program with one node, whose output is `x`, into the playground."""
+    text = msgspec.json.encode({"program": {"nodes": [node], "outputs": ["x"]}}).decode()
+    await page.get_by_label("Program", exact=True).fill(text)
+
+
 @contextlib.asynccontextmanager
 async def fake_server(data: Path, **settings: Any) -> AsyncIterator[str]:
     """Yield the address of a server on the fake engine."""
@@ -337,9 +351,7 @@ async def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
         await expect(page.get_by_role("region", name="x", exact=True)).to_have_text(str(2**53 + 1))
         await page.goto(f"{url}/#/playground")
         await page.get_by_label("Program (JSON)").check(force=True)
-        nodes = [{**node, "expr": [2**53 + 1]}]
-        text = msgspec.json.encode({"program": {"nodes": nodes, "outputs": ["x"]}}).decode()
-        await page.get_by_label("Program", exact=True).fill(text)
+        await write_program(page, node | {"expr": [2**53 + 1]})
         for language in ("curl", "Python"):
             await page.get_by_label(language).check(force=True)
             await expect(page.get_by_role("region", name="Code")).to_contain_text(str(2**53 + 1))
@@ -359,9 +371,7 @@ async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
         await page.goto(f"{url}/#/playground")
         await page.get_by_label("Program (JSON)").check(force=True)
         for value, shown in (({"join": [[], ""]}, "(empty)"), (None, "null")):
-            nodes = [node | {"expr": value}]
-            text = msgspec.json.encode({"program": {"nodes": nodes, "outputs": ["x"]}}).decode()
-            await page.get_by_label("Program", exact=True).fill(text)
+            await write_program(page, node | {"expr": value})
             await page.get_by_role("button", name="Run").click()
             answer = page.get_by_role("region", name="n", exact=True)
             await playwright.expect(answer).to_have_text(shown)
@@ -369,13 +379,8 @@ async def test_an_empty_output_is_a_value(tmp_path: Path) -> None:
 
 async def test_a_curl_command_contains_no_code_of_output_names() -> None:
     name = '"; $(id) `id` \\ ! \N{GREEK SMALL LETTER ALPHA}'
-    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
-        await page.goto(url)
-        command = await page.evaluate(
-            "async (name) => (await import('/dashboard/model/snippets.js'))"
-            ".asCurl('http://there', { program: { outputs: [name] } })",
-            name,
-        )
+    call = "asCurl('http://there', { program: { outputs: [argument] } })"
+    command = await result_of("snippets.js", call, name)
     (path,) = re.findall(r'\ncurl -sSf "http://there/v1/programs/\$id/variables/(.*)"', command)
     assert not set(path) & set('"$`\\!')
     assert unquote(path) == f"{name}?wait_s=60"
@@ -492,13 +497,7 @@ async def test_a_receipt_compares_with_single_requests_in_plain_words(
         "prompt_tokens": {"logical": 96, "computed": computed},
         "as_single_requests": {"prompt_tokens": 96, "estimated_s": estimated_s},
     }
-    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
-        await page.goto(url)
-        sentences = await page.evaluate(
-            "async (receipt) => "
-            "(await import('/dashboard/model/format.js')).receiptSentences(receipt, 'done')",
-            receipt,
-        )
+    sentences = await result_of("format.js", "receiptSentences(argument, 'done')", receipt)
     compared = (
         "As single requests to an idle engine without a network, the calls would take about "
         f"{round(1000 * estimated_s)} ms and 2 more round trips."

@@ -4,7 +4,7 @@ import { explainProgram, followProgram, readModels, submitProgram } from "./api.
 import { announce, copyButton, h, replace, setText } from "./dom.js";
 import { PROGRAM, PROGRAM_INPUTS, PROMPT, SOURCE } from "../model/examples.js";
 import { parseJson } from "../model/exact_json.js";
-import { count, number, valueText } from "../model/format.js";
+import { count, number } from "../model/format.js";
 import { ProgramModel, textOf } from "../model/program_model.js";
 import { asCurl, asLangChain, asPython } from "../model/snippets.js";
 import { setStatus, statusLabel } from "./status.js";
@@ -224,7 +224,7 @@ function runView(id) {
         answers.append(h("h3", {}, node.id, copyButton(() => shown.get(node.id).text)), value);
       }
       const own = shown.get(node.id);
-      own.text = valueText(text);
+      own.text = text;
       setText(own.value, isEmpty ? "(empty)" : own.text);
     }
     if (model.receipt) setText(summary, `${count(model.receipt.calls, "LLM call")}, ${number(model.receipt.prompt_tokens.computed)} of ${number(model.receipt.prompt_tokens.logical)} prompt tokens computed`);
