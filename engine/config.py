@@ -76,9 +76,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         _engine("data type of the weights: float32, bfloat16, float16 (GPU only) or auto"),
     ] = "auto"
-    device: Annotated[
-        str, _engine("cpu, cuda, cuda:N or auto (default: a GPU if there is one)")
-    ] = "auto"
+    device: Annotated[str, _engine("cpu, cuda, cuda:N or auto (a GPU if there is one)")] = "auto"
     context_len: Annotated[
         int | None,
         _engine(
@@ -125,7 +123,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         _engine(
             "instruction set of the CPU kernels: avx512bf16, avx512, avx2, neonbf16, neon, plain; "
-            "none: torch operators only (default: the fastest of the processor)",
+            "none: torch operators only (auto: the fastest of the processor)",
             metavar="NAME",
         ),
     ] = "auto"

@@ -233,6 +233,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     """Features beyond greedy text: `tokens`, `logprobs`, `constraints`, `embeddings`, ..."""
     description: str = ""
     purpose: ModelPurpose = "general"
+    aliases: tuple[str, ...] = ()
+    """Other names of the model that programs may use."""
 
 
 class Filled(Struct, frozen=True, array_like=True, tag="filled"):

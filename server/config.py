@@ -208,8 +208,10 @@ class Config(EngineConfig, frozen=True, kw_only=True):
     max_wait_s: Annotated[
         float,
         Option(
-            help="estimated seconds until the engines have done the work that was accepted; a new "
-            "program that would wait longer is refused with 429; 0: no limit",
+            help="estimated seconds that a new program may wait for the work before it; a program "
+            "that would wait longer is refused with 429. For a program that a reader waits for, "
+            "the limit is half of the program's duration, at least 2 s; 0: no limit for any "
+            "program",
             group="limits",
             metavar="S",
             bounds=(0, 86_400),

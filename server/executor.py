@@ -317,7 +317,7 @@ class Executor(ProgramReader):
         run.state.check_variable(variable)
         put_value(run, variable, body)
         await _wait_durable(run.outbox.barrier(), f"the value of {variable}")
-        # A barrier also passes if the journal has rejected the value; `wait_for` raises its error.
+        # The barrier does not wait for a value that continues in a later turn.
         if run.state.is_resolved(variable) and not await run.outbox.wait_for(
             variable, DURABILITY_TIMEOUT_S
         ):
@@ -367,6 +367,7 @@ class Executor(ProgramReader):
         return [
             ModelInfo(
                 id=model.name,
+                aliases=model.aliases,
                 context_len=model.max_len,
                 description=model.description,
                 purpose=model.purpose,

@@ -5,7 +5,7 @@ Invariant: reading a variable lets its producers start, and changes nothing else
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 
 from .program.errors import NotFoundError
 from .program.ir import Objective
@@ -93,10 +93,13 @@ class ProgramReader:
         tenant: str,
         after: int,
         is_durable: bool = False,
+        texts: Collection[str] | None = None,
         follow: bool = True,
     ) -> AsyncGenerator[Event, None]:
         """Iterate over the events of a program; see `Service.events`."""
-        reading = self.programs.events(program, tenant, after, is_durable=is_durable, follow=follow)
+        reading = self.programs.events(
+            program, tenant, after, is_durable=is_durable, texts=texts, follow=follow
+        )
         try:
             async for event in reading:
                 yield event

@@ -10,7 +10,7 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -41,6 +41,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """A model that programs can name."""
 
     id: str
+    aliases: tuple[str, ...] = ()
+    """Other names of the model, such as `owner/name` on the Hugging Face Hub."""
     context_len: int
     """Maximum tokens of one context, prompt and output together."""
     description: str = ""
@@ -508,6 +510,7 @@ class Service(ServiceLifecycle, ModelService, Protocol):
         tenant: str,
         after: int,
         is_durable: bool = False,
+        texts: Collection[str] | None = None,
         follow: bool = True,
     ) -> AsyncGenerator[Event, None]:
         """Yield the journaled events after sequence number `after`, then new events.
@@ -520,6 +523,8 @@ class Service(ServiceLifecycle, ModelService, Protocol):
             tenant: owner of the program.
             after: the last sequence number that the reader has.
             is_durable: omit events without a sequence number, and do not wake up for them.
+            texts: variables whose deltas are wanted; partial values of `yield` nodes are omitted.
+                None: all of both.
             follow: wait for new events until the program ends.
 
         Raises:

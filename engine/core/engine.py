@@ -106,6 +106,7 @@ class EngineCore:
             ],
             description=runner.description,
             purpose=runner.purpose,
+            aliases=runner.aliases,
         )
 
     def apply(self, command: protocol.Command) -> None:

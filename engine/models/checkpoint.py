@@ -76,6 +76,25 @@ def locate(model: str) -> Path:
     return Path(fetched)
 
 
+def find_downloaded(name: str) -> Path | None:
+    """Return the folder of `owner/name` of the model hub; None if it was not downloaded, or not all
+    of it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            name,
+            allow_patterns=[*_READ_FILES],
+            ignore_patterns=[*_UNREAD_FILES],
+            local_files_only=True,
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return Path(found)
+
+
 def read(folder: Path) -> Checkpoint:
     """Read a model folder.
 

@@ -35,6 +35,11 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def downloaded_folder(name: str) -> Path | None:
+    """Return the folder of `owner/name` of the model hub; see `checkpoint.find_downloaded`."""
+    return checkpoint.find_downloaded(name)
+
+
 def has_chat_template(folder: Path) -> bool:
     """Return whether a model folder that can be served contains a chat template."""
     return checkpoint.read(folder).chat_template != ""

@@ -48,6 +48,8 @@ class LoadedModel(NamedTuple):
     checkpoint: Checkpoint
     model: Decoder
     purpose: ModelPurpose
+    aliases: tuple[str, ...] = ()
+    """Other names that programs may use: `owner/name` of a model of the hub."""
 
 
 def find(name: str, *, is_dummy: bool) -> Checkpoint:
@@ -108,7 +110,10 @@ def load(
         return LoadedModel(name, own.description, source, model, own.purpose)
     description = _describe(model, is_dummy=is_dummy)
     purpose: ModelPurpose = "test" if is_dummy else "general"
-    return LoadedModel(_public_name(name, source.path), description, source, model, purpose)
+    public = _public_name(name, source.path)
+    is_path = is_dummy or Path(name).expanduser().exists()
+    aliases = () if is_path or public == name else (name,)
+    return LoadedModel(public, description, source, model, purpose, aliases)
 
 
 def _load(

@@ -142,6 +142,8 @@ class Runner(Protocol):
     capabilities: tuple[str, ...]
     description: str
     purpose: ModelPurpose = "general"
+    aliases: tuple[str, ...] = ()
+    """Other names of the model that programs may use."""
 
     def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
         """Copy blocks (source, destination), start the rows, and return a handle to their ids.

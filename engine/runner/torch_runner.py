@@ -182,6 +182,7 @@ class TorchModelRunner(Runner):
         self.layers = probe.probe(loaded.model, str(checkpoint.path))
         self.model, self.description = loaded.name, loaded.description
         self.purpose = loaded.purpose
+        self.aliases = loaded.aliases
         self.tokenizer_json = checkpoint.tokenizer_json
         self.chat_template = checkpoint.chat_template
         self.special_tokens = checkpoint.special_tokens

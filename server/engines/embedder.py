@@ -5,7 +5,7 @@ sent again. A text has the rank of a call that arrives at the same time, and sha
 steps with calls.
 
 Invariants: at most `MAX_AT_ONCE` texts are on the engines, which limits the KV memory that
-embeddings take from calls.
+embeddings take from calls. Requests take turns: none waits for all texts of another one.
 """
 
 from __future__ import annotations
@@ -58,8 +58,23 @@ class Embedder:
                 attempt lost its engine.
         """
         rank = time.monotonic()
-        tasks = [asyncio.create_task(self._embed(list(text), rank)) for text in texts]
+        tasks: list[asyncio.Task[list[float]]] = []
+        failed: list[asyncio.Task[list[float]]] = []
+
+        def on_done(task: asyncio.Task[list[float]]) -> None:
+            self._places.release()
+            if not task.cancelled() and task.exception() is not None:
+                failed.append(task)
+
         try:
+            for text in texts:
+                # A request waits for one place at a time, and waiters are served in order.
+                await self._places.acquire()
+                if failed:
+                    self._places.release()
+                    break
+                tasks.append(asyncio.create_task(self._embed(list(text), rank)))
+                tasks[-1].add_done_callback(on_done)
             return [await task for task in tasks]
         finally:
             for task in tasks:
@@ -67,19 +82,18 @@ class Embedder:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _embed(self, text: list[int], rank: float) -> list[float]:
-        async with self._places:
-            for _ in range(MAX_ATTEMPTS):
-                engine = self._least_loaded()
-                if engine is None:
-                    break
-                try:
-                    reply = await engine.embed(text, rank)
-                except ConnectionError:
-                    continue
-                if isinstance(reply, protocol.Embedded):
-                    return reply.values
-                kind = PromptError if reply.code == "prompt.too_long" else EmbeddingError
-                raise kind(reply.code, reply.message)
+        for _ in range(MAX_ATTEMPTS):
+            engine = self._least_loaded()
+            if engine is None:
+                break
+            try:
+                reply = await engine.embed(text, rank)
+            except ConnectionError:
+                continue
+            if isinstance(reply, protocol.Embedded):
+                return reply.values
+            kind = PromptError if reply.code == "prompt.too_long" else EmbeddingError
+            raise kind(reply.code, reply.message)
         raise UnavailableError("engine.none", "no engine answers; retry", retry_after_s=2)
 
     def _least_loaded(self) -> Engine | None:

@@ -37,6 +37,8 @@ class ServedModel:
     """A model that one or more engines run."""
 
     name: str
+    aliases: tuple[str, ...]
+    """Other names that programs may use."""
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_format: ToolFormat | None
@@ -69,6 +71,7 @@ class ServedModel:
             tool_format = None
         return cls(
             name=hello.model,
+            aliases=hello.aliases,
             tokenizer=tokenizer,
             template=template,
             tool_format=tool_format,
@@ -88,7 +91,7 @@ class ServedModel:
 
     def serves(self, name: str) -> bool:
         """Return whether a program that names this model means this one."""
-        return name in {"default", self.name}
+        return name in ("default", self.name, *self.aliases)
 
     def check_name(self, names: Sequence[str], path: str) -> None:
         """Reject a list of models without this one.

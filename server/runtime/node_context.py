@@ -51,6 +51,8 @@ STEPS_PER_SLOT, STEPS_PER_END, STEPS_PER_NEW_NODE = 60, 30, 20
 """Minimum number of steps of a turn for a dispatched slot, an ended node and a new node."""
 BYTES_PER_STEP = 500
 """Bytes of an encoded value that count as one step of a turn."""
+MAX_META_BYTES = 4_096
+"""Maximum JSON of a node's `meta` that its events repeat."""
 NODES_AT_ONCE = 32
 """New nodes that executors register at a time."""
 
@@ -191,6 +193,8 @@ class NodeContext:
         self._is_busy = False
         """Whether `_work_off` runs, or is scheduled for a later turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
+        self._short_metas: dict[str, bool] = {}
+        """Whether events repeat the `meta` of a node, by node."""
 
     def executor(self, kind: type[E]) -> E:
         """Return the executor of a class."""
@@ -544,9 +548,16 @@ class NodeContext:
         if node is not None:
             definition = self.state.graph.nodes[node]
             data = {"node": node, "job": definition.job, **data}
-            if definition.meta is not None:
+            if definition.meta is not None and _is_short(definition, self._short_metas):
                 data["meta"] = definition.meta
         self.outbox.emit(event_type, **data)
+
+
+def _is_short(node: GraphNode, known: dict[str, bool]) -> bool:
+    """Return whether events repeat the `meta` of a node; `known` has the earlier results."""
+    if node.id not in known:
+        known[node.id] = len(msgspec.json.encode(node.meta)) <= MAX_META_BYTES
+    return known[node.id]
 
 
 def prefix_with_node(problem: Problem | None, node_id: str) -> Problem:

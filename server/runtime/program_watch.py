@@ -141,8 +141,8 @@ def problem_of(code: str, detail: str = "") -> Problem:
     """Return the problem of a program that is not resumed, or not continued."""
     messages = {
         QUARANTINED: "the server died while it worked on this program; it is not run again",
-        "program.damaged": "records of this program are lost, so it is not run again; the values "
-        "that are left are right",
+        "program.damaged": "some records of this program are lost, so it will not run again; the "
+        "values that remain are correct",
         "program.unreadable": "the program could not be resumed after a restart; the server's log "
         "has the cause",
     }

@@ -42,9 +42,9 @@ MAX_PLACE_IN_LINE_S = 600.0
 MAX_BACKGROUND_PLACE_S = 10.0
 """How long a program that no reader waits for keeps its place in the queue after its start."""
 DUE_S = 30.0
-"""A call without a deadline counts as due this long after its program's start, plus its delays. A
-call with a deadline therefore ranks this much before its latest start. Its deadline lets it
-overtake another call only if that call has waited for less than `DUE_S` plus its delays."""
+"""A call without a deadline is treated as due `DUE_S` plus its delays after its program's start. A
+call with a deadline ranks `DUE_S` before its latest start, so it overtakes only calls that have
+waited for less than `DUE_S` plus their delays."""
 LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""

@@ -6,9 +6,9 @@ The policy (pure functions of records, see `policy`) ranks calls and costs engin
 keeps the queues and reservations, and starts calls.
 
 There are two queues: one for latency-critical calls, which need an engine with few tokens, and one
-for all others. The first call of a queue that fits no engine gets an engine reserved for it: no
-other call starts there until it does. Later calls of the queue may start on other engines. The next
-one that fits nowhere blocks the queue until the next round.
+for all others. The first call of a queue that fits on no engine reserves an engine: no other call
+starts on that engine before the reserving call. Later calls of the queue may start on other
+engines. The first of them that fits on no engine blocks the queue until the next round.
 
 Out of scope: programs beyond their id, and prompts beyond their length and prefix keys.
 

@@ -286,14 +286,6 @@ class Journal:
             self._writer.put(WriteBatch(records, done, fail_fast))
         return done
 
-    def barrier(self) -> asyncio.Future[None]:
-        """Return a future that resolves when every batch appended so far is durable or rejected."""
-        if self._num_pending > 0:
-            return self.append(())
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
     # --- reading ------------------------------------------------------------------------
 
     async def find_idempotent(self, tenant: str, key: str) -> tuple[str, bytes] | None:

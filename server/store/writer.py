@@ -193,6 +193,9 @@ class JournalWriter:
     def _commit_with_retries(self, group: list[WriteBatch]) -> None:
         """Commit a group, retrying until it succeeds. An empty group probes the disk after a
         failure.
+
+        Args:
+            group: changed in place: it always has exactly the batches that are not resolved yet.
         """
         backoff_s = FIRST_BACKOFF_S
         while group or not self.healthy:
@@ -200,13 +203,14 @@ class JournalWriter:
             late = [each for each in group if each.fail_fast and now - each.queued_at > MAX_WAIT_S]
             if late:  # their clients were answered, or wait no longer
                 self._fail(late, self._late_error)
-                group = [each for each in group if each not in late]
+                group[:] = [each for each in group if each not in late]
                 continue
             self.busy_since = now
             failure = self._try_commit(group)
             if failure is None:
                 self._report_health(None)
-                self._resolve(group)
+                committed, group[:] = group[:], []
+                self._resolve(committed)
                 self._checkpoint_if_large()
             self.busy_since = None
             if failure is None:
@@ -214,7 +218,7 @@ class JournalWriter:
             self._report_health(failure)
             group += self._drain()
             self._fail([batch for batch in group if batch.fail_fast], self._unavailable_error)
-            group = [batch for batch in group if not batch.fail_fast]
+            group[:] = [batch for batch in group if not batch.fail_fast]
             if not group:
                 return  # `_gather` waits for the next batch or probe.
             if self._stop_retrying.wait(backoff_s):
@@ -238,7 +242,7 @@ class JournalWriter:
     def _try_commit(self, group: list[WriteBatch]) -> Exception | None:
         """Commit a group once; return the error if the disk refused it."""
         if self.healthy and not any(batch.records for batch in group):
-            return None  # Barriers only: all batches before them are committed.
+            return None  # Without records: all batches before are committed.
         records = [record for batch in group for record in batch.records]
         deletions = [record for record in records if isinstance(record, DeleteRecord)]
         is_secure = any(record.is_secure for record in deletions)

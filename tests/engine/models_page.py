@@ -10,7 +10,8 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,13 +40,37 @@ REROUTED: Final = 0.15
 _INTRODUCTION: Final = """\
 # Models
 
-The engine runs any transformers decoder that attends through `AttentionInterface`, over its own
-paged keys and values. It refuses models that it would compute wrongly, at start and with one
-sentence: some by their config, the others by a probe of the loaded model. The probe compares the
-attention hook with the model's own attention, and sequences that continue stored keys and values
-in a batch with the same tokens alone. A family in neither table is probed when it is loaded.
+Look up `model_type` in the config.json of the model. Its weights must be in `*.safetensors` files,
+in 16 or 32 bits.
 
-For a quick start, the engine builds Llama, Mistral, Qwen2 and Qwen3 itself if every setting of
+**Supported**, {num_families} families:
+{families}.
+
+| model | `model_type` |
+| --- | --- |
+| Llama 2 to 3.3 (text models), TinyLlama, SmolLM2, Yi 1.5 | `llama` |
+| Mistral 7B, Mixtral | `mistral`, `mixtral` |
+| Qwen2 and Qwen2.5 (text models) | `qwen2` |
+| Qwen3 | `qwen3`, `qwen3_moe` |
+| Gemma, Gemma 2, Gemma 3 1B | `gemma`, `gemma2`, `gemma3_text` |
+| Phi-2, Phi-3, Phi-4 | `phi`, `phi3`, `phi3` |
+| OLMo 2, Granite 3, SmolLM3, StarCoder2 | `olmo2`, `granite`, `smollm3`, `starcoder2` |
+
+**Refused**, each with its [reason](#refused): quantised weights (GGUF, AWQ, GPTQ, FP8, MXFP4),
+models of images or sound, encoders, models with a recurrent state such as Mamba and Qwen3-Next, and
+older families such as `bloom`, `falcon`, `gpt_neo`, `gptj` and `mpt`.
+
+A family in neither list is tested when it is loaded.
+
+## How a model is checked
+
+The engine runs any transformers decoder that attends through `AttentionInterface`, over its own
+paged keys and values. If the engine would compute a model incorrectly, it refuses the model at
+start and prints the reason. It detects some models by their config, the others by a test after
+loading. The test compares the attention hook with the model's own attention, and sequences that
+continue stored keys and values in a batch with the same tokens alone.
+
+To start faster, the engine builds Llama, Mistral, Qwen2 and Qwen3 itself if every setting of
 their config.json is known to it, and does not import transformers. All other models are built by
 transformers.
 
@@ -147,7 +172,10 @@ def render(rows: Mapping[str, Row], sentences: Mapping[str, str]) -> str:
         f"| {name} | {'config' if REFUSED[name].is_known else 'probe'} | {sentence} |\n"
         for name, sentence in sentences.items()
     ]
+    names = [f"`{name}`" for name in families(rows)]
     introduction = _INTRODUCTION.format(
+        num_families=len(names),
+        families=textwrap.fill(", ".join(names), 100, break_on_hyphens=False),
         version=transformers.__version__,
         layers="two to four",
         tie=shrunk.TIE,
@@ -156,6 +184,12 @@ def render(rows: Mapping[str, Row], sentences: Mapping[str, str]) -> str:
         rerouted=REROUTED,
     )
     return introduction + "".join(lines) + _REFUSALS + "".join(refused) + _OUTRO
+
+
+def families(names: Collection[str]) -> list[str]:
+    """Return the names without the variants of other names, such as `llama (yarn)`."""
+    every = frozenset(names)
+    return [name for name in names if name.partition(" ")[0] not in every - {name}]
 
 
 def without_measurements(page: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Collection,
     Generator,
     Iterator,
     Mapping,
@@ -309,6 +310,7 @@ class ScriptedService:
         tenant: str,
         after: int,
         is_durable: bool = False,
+        texts: Collection[str] | None = None,
         follow: bool = True,
     ) -> AsyncGenerator[Event, None]:
         found = self._find(program)
@@ -354,6 +356,7 @@ class ScriptedService:
         return [
             ModelInfo(
                 id="tiny",
+                aliases=("org/tiny",),
                 context_len=4096,
                 description="a double",
                 created=1_700_000_000,

@@ -39,7 +39,7 @@ MAX_EXPLAINED_RUNS = 100
 
 
 def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated:
-    """Return the chain with its model calls running ahead of it.
+    """Return the chain so that its model calls are submitted to the server in advance.
 
     Args:
         runnable: a Runnable, or an object that LangChain coerces to one (a dict, a function).
@@ -82,7 +82,7 @@ class Explanation:
 
 
 class Accelerated(PassthroughRunnable):
-    """A chain whose model calls run ahead of it; replaces the chain anywhere."""
+    """A chain whose model calls are submitted in advance; replaces the chain anywhere."""
 
     _model: ChatConure | None = PrivateAttr()
     _instrumenter: ChainInstrumenter = PrivateAttr()

@@ -69,10 +69,11 @@ class ChatConure(ChatSettings):
     """A chat model on a Conure server.
 
     Setup:
-        Install `conure[langchain]` (or `langchain-conure`), and start a server:
+        In a checkout of Conure (`conure` on PyPI is another project), install it and start a
+        server:
 
         ```bash
-        pip install 'conure[serve,langchain]'
+        pip install '.[serve,langchain]'
         conure serve Qwen/Qwen3-8B
         ```
 

@@ -146,8 +146,9 @@ class ChatSettings(BaseChatModel):
         return copied
 
     def _max_input_tokens(self) -> int | None:
-        models = {each["id"]: each for each in self.connection().models()}
-        found = models.get(self.model) or next(iter(models.values()), None)
+        models = self.connection().models()
+        named = (each for each in models if self.model in (each["id"], *each.get("aliases", ())))
+        found = next(named, None) or next(iter(models), None)
         return None if found is None else found.get("max_model_len")
 
     @property

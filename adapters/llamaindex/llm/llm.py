@@ -388,7 +388,8 @@ class Conure(FunctionCallingLLM):
         if self.model not in self._model_infos:
             pages = self.connection().models()
             for index, page in enumerate(pages):
-                if page["id"] == self.model or (index == 0 and self.model == "default"):
+                names = (page["id"], *page.get("aliases", ()))
+                if self.model in names or (index == 0 and self.model == "default"):
                     self._model_infos[self.model] = page
                     break
             else:

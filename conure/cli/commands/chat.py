@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url(parser)
     parser.add_argument("--model", help="name of the model (default: the server's first)")
     parser.add_argument("--system", help="instructions for the model")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 1)")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: no limit)")
     parser.add_argument(
         "--json", action="store_true", help="print each answer as one line of JSON when it is whole"
@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(arguments.url) as client:
         models = client.models()
     model = str(arguments.model or models[0]["id"])
-    notice = next((each.get("notice") for each in models if each["id"] == model), None)
+    named = (each for each in models if model in (each["id"], *each.get("aliases", ())))
+    notice = next((each.get("notice") for each in named), None)
     if notice and is_first_time(f"{model}: {notice}"):
         sys.stderr.write(f"{model}: {notice}\n")
     messages: list[dict[str, str]] = []

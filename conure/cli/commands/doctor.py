@@ -316,17 +316,28 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
         yield Finding("problem", "model", str(exc))
         return
     folder = Path(model).expanduser()
-    if not folder.is_dir():
-        if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-            yield Finding("note", "model", f"{model} is downloaded from the Hub at the first start")
-        else:
-            yield Finding("problem", "model", f"there is no directory {model}")
+    is_local = folder.is_dir()
+    if not is_local and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+        yield Finding("problem", "model", f"there is no directory {model}")
         return
-    if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
+    if not all(map(machine.has_module, ("huggingface_hub", "tokenizers", "safetensors"))):
         yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    from conure.engine.models.inspection import has_chat_template, problem_of, size_in_memory
+    from conure.engine.models.inspection import (
+        downloaded_folder,
+        has_chat_template,
+        problem_of,
+        size_in_memory,
+    )
 
+    if not is_local:
+        downloaded = downloaded_folder(model)
+        # Other programs may have downloaded some files only: a server fetches the others.
+        if downloaded is None or problem_of(downloaded) is not None:
+            message = f"{model} is downloaded from the Hub at the first start, and checked then"
+            yield Finding("note", "model", message)
+            return
+        folder = downloaded
     if (problem := problem_of(folder)) is not None:
         yield Finding("problem", "model", problem)
         return

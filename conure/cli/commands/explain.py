@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "program",
         metavar="FILE|ID",
-        help="FILE: a program or a submission as JSON, or a text (.py, .template), - for stdin; "
-        "ID: the id of a program, or its first digits",
+        help="FILE: a program or a submission as JSON, or a text (.py, .decoder, .template), - for "
+        "stdin; ID: the id of a program, or its first digits",
     )
     add_inputs(
         parser,

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "file",
                 type=Path,
                 metavar="FILE",
-                help="program as JSON, or a text in the decoder language (.py, .template)",
+                help="program as JSON, or a text in the decoder language (.py, .decoder, "
+                ".template)",
             )
             action.add_argument(
                 "--alias",

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help="program or submission as JSON, or a text in the decoder language (.py, .template); "
-        "- reads stdin",
+        help="program or submission as JSON, or a text in the decoder language (.py, .decoder, "
+        ".template); - reads stdin",
     )
     parser.add_argument(
         "--example", action="store_true", help="run a small program of the package instead"

@@ -20,8 +20,10 @@ Invariant: every generate node is in the result; one that no output depends on i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from ..ir import Objective
 from .graph import Graph
 from .slot_graph import SlotGraph
 
@@ -34,6 +36,11 @@ class PerformanceObjective(NamedTuple):
     """The task group. It keeps its name as long as it contains its first call."""
     depth: int
     """Calls after this one on the longest path to an output; each output of a prompt counts."""
+
+
+def is_background(objectives: Mapping[str, Objective]) -> bool:
+    """Return whether no reader waits for a program with these objectives of its outputs."""
+    return all(objective == "throughput" for objective in objectives.values())
 
 
 def get_perf_objective(

@@ -207,6 +207,7 @@ def _message(message: ChatMessage, i: int) -> Message:
                 f"a message of role {message.role!r} needs content: send a text",
                 path=f"{path}content",
             )
+        content = message.refusal or ""
     else:
         kinds = TextPart | RefusalPart if message.role == "assistant" else TextPart
         content = [

@@ -71,7 +71,7 @@ def prompts_of(request: CompletionRequest) -> list[Prompt]:
 
 
 def _are_ids(prompt: list[Json]) -> bool:
-    return all(type(each) is int and 0 <= each < 2**31 for each in prompt)
+    return set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < 2**31
 
 
 def _invalid(message: str) -> ProgramError:

@@ -6,19 +6,22 @@ length 1 again.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from litestar import Request, post
+from litestar.response.base import ASGIResponse
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...program.errors import ConureError, ProgramError, PromptError
 from ...program.ir import Json
 from ...service import ModelInfo
-from ..openapi import error_responses, json_body
+from ..openapi import error_responses, json_body, success_response
 from ..request_context import AnyRequest, service_of, while_connected
 from .errors import ErrorAnswer
 from .request_fields import TokenId, read_request
@@ -78,10 +81,13 @@ class NotImplementedByModelError(ConureError):
     "/v1/embeddings",
     status_code=200,
     operation_class=json_body(EmbeddingsRequest),
-    responses=error_responses(404, 501, content=ErrorAnswer),
+    responses={
+        200: success_response(EmbeddingList, "The vectors"),
+        **error_responses(404, 501, content=ErrorAnswer),
+    },
     tags=["openai"],
 )
-async def create_embeddings(request: Request[Any, Any, Any]) -> EmbeddingList:
+async def create_embeddings(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Create embeddings: for each text, the mean of the model's last hidden states."""
     body: EmbeddingsRequest = await read_request(request, EmbeddingsRequest)
     model = check_model(request, body.model)
@@ -95,14 +101,23 @@ async def create_embeddings(request: Request[Any, Any, Any]) -> EmbeddingList:
     texts = await _token_ids(request, body, model)
     vectors = await while_connected(request, embedder.embed(texts))
     num_tokens = sum(map(len, texts))
-    return EmbeddingList(
-        data=[
-            Embedding(index=index, embedding=_encoded(_shortened(vector, body), body))
-            for index, vector in enumerate(vectors)
-        ],
-        model=model.id,
-        usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-    )
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    # A request may have millions of numbers.
+    content = await asyncio.to_thread(_answer, body, vectors, model.id, usage)
+    return ASGIResponse(body=content, media_type="application/json", status_code=200)
+
+
+def _answer(
+    body: EmbeddingsRequest, vectors: Sequence[Sequence[float]], model: str, usage: EmbeddingUsage
+) -> bytes:
+    # One text at a time: other threads run between two of them.
+    data = [
+        msgspec.json.encode(Embedding(index=i, embedding=_encoded(_shortened(vector, body), body)))
+        for i, vector in enumerate(vectors)
+    ]
+    whole = msgspec.Raw(b"[" + b",".join(data) + b"]")
+    fields = {"object": "list", "data": whole, "model": model, "usage": usage}
+    return msgspec.json.encode(fields)
 
 
 async def _token_ids(
@@ -124,7 +139,10 @@ async def _token_ids(
             ids = tokenized.tokens
         else:
             ids = list(text)
-            service.decode([max(ids)])
+            try:
+                service.decode([max(ids)])
+            except ProgramError as error:
+                raise ProgramError(error.code, error.message, path=path) from None
         if len(ids) > model.context_len:
             raise PromptError(
                 "prompt.too_long",

@@ -196,7 +196,9 @@ class RequestExecution:
             MissingValueError: if one of the calls failed.
             UnavailableError: if the server drains.
         """
-        source = self._service.events(self._program, tenant=self._tenant, after=self._after)
+        source = self._service.events(
+            self._program, tenant=self._tenant, after=self._after, texts=self._variables
+        )
         answers: dict[str, Json] = {}
         indices = {call.variable: i for i, call in enumerate(self._calls)}
         sent = {variable: _Sent() for variable in indices}

@@ -21,6 +21,7 @@ from ...program.ir import (
     AnyNode,
     Constraint,
     Json,
+    Objective,
     Options,
     Program,
     Sampling,
@@ -92,9 +93,11 @@ class GenerationRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     """A smaller number runs earlier, as in vLLM."""
 
+    service_tier: Json | UnsetType = UNSET
+    """`flex`: the calls run in the background. Other values have no effect."""
+
     # Accepted and ignored: these fields cannot change an answer.
     user: Json | UnsetType = UNSET
-    service_tier: Json | UnsetType = UNSET
     safety_identifier: Json | UnsetType = UNSET
     prompt_cache_key: Json | UnsetType = UNSET
     prompt_cache_retention: Json | UnsetType = UNSET
@@ -262,8 +265,15 @@ def submission_of(
     # Attached: after a server crash the client is gone, so the program should not run again.
     options = Options(detach=detach, cache_salt=request.cache_salt)
     return Submission(
-        program=Program(name=name, nodes=list(nodes), outputs=outputs), options=options
+        program=Program(name=name, nodes=list(nodes), outputs=outputs),
+        objectives=dict.fromkeys(outputs, objective_of(request)),
+        options=options,
     )
+
+
+def objective_of(request: GenerationRequest) -> Objective:
+    """Return the objective of a request's calls."""
+    return "throughput" if request.service_tier == "flex" else "latency"
 
 
 def sampling_of(request: GenerationRequest, max_tokens: int | None) -> dict[str, Any]:

@@ -145,10 +145,10 @@ class ResponseBuilder:
         items = []
         if answer.content or not answer.tool_calls:
             items.append(self._message(answer))
-        return items + [self._call(i, call) for i, call in enumerate(answer.tool_calls)]
+        return items + self._calls(answer)
 
     def _message(self, answer: CompletionResult) -> dict[str, Json]:
-        is_cut = answer.finish_reason == "length"
+        is_cut = answer.finish_reason == "length" and not answer.tool_calls
         return {
             "type": "message",
             "id": self._message_id,
@@ -157,15 +157,22 @@ class ResponseBuilder:
             "content": [_text_part(answer.content, answer.logprobs)],
         }
 
-    def _call(self, i: int, call: Json) -> dict[str, Json]:
-        return {
-            "type": "function_call",
-            "id": f"fc_{self._program.removeprefix('p_')}_{i}",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-            "status": "completed",
-        }
+    def _calls(self, answer: CompletionResult) -> list[dict[str, Json]]:
+        """Return the items of the function calls. The last one may lack the end of its text."""
+        items = []
+        for i, call in enumerate(answer.tool_calls):
+            arguments = call["function"]["arguments"]
+            items.append(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{self._program.removeprefix('p_')}_{i}",
+                    "call_id": call["id"],
+                    "name": call["function"]["name"],
+                    "arguments": arguments,
+                    "status": "completed" if _is_object(arguments) else "incomplete",
+                }
+            )
+        return items
 
     # --- streamed -------------------------------------------------------------------------
 
@@ -181,8 +188,8 @@ class ResponseBuilder:
     def delta(self, delta: CompletionDelta, *, after: int) -> bytes:
         """Return the events of a text delta; a comment if it adds nothing.
 
-        A delta without text has the log probabilities that the deltas before it lack. The number
-        after the last text is reserved for it.
+        A delta without text carries the log probabilities that earlier deltas left out. Its
+        sequence number is the one after the last text delta, which is reserved for it.
         """
         if not delta.text and not (delta.logprobs and delta.offset):
             return b": ping\n\n"
@@ -221,9 +228,10 @@ class ResponseBuilder:
             )
             number += 3
             index = 1
-        for i, call in enumerate(answer.tool_calls):
-            parts += self._call_events(after, number, index + i, self._call(i, call))
+        for item in self._calls(answer):
+            parts += self._call_events(after, number, index, item)
             number += 4
+            index += 1
         response = self.response("completed", final)
         kind = f"response.{response.status}"
         return parts + self._events(after, (number, kind, {"response": response}))
@@ -337,3 +345,11 @@ def _usage(result: RequestResult) -> dict[str, Json]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.total_tokens,
     }
+
+
+def _is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False

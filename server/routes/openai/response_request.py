@@ -94,7 +94,16 @@ class ResponseRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True
     """Whether the response is generated without its client."""
     store: bool | None = None
     """false: the response cannot be read later. The journal keeps it for recovery."""
-    metadata: dict[str, str] | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(max_length=64)],
+                Annotated[str, Meta(max_length=512)],
+            ],
+            Meta(max_length=16),
+        ]
+        | None
+    ) = None
 
     # Rejected unless the value has no effect.
     conversation: Json | UnsetType = UNSET
@@ -220,11 +229,13 @@ def _add_item(messages: list[Message], item: Item, path: str) -> None:
                 "arguments": _field(item, "arguments", path),
             },
         }
-        if messages and messages[-1].role == "assistant":
-            calls = messages[-1].tool_calls or []
-            messages[-1] = replace(messages[-1], tool_calls=[*calls, call])
-        else:
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        if last is None:
             messages.append(Message(role="assistant", content="", tool_calls=[call]))
+        elif last.tool_calls:
+            last.tool_calls.append(call)  # a list of this function
+        else:
+            messages[-1] = replace(last, tool_calls=[call])
     elif kind == "function_call_output":
         content = _content(item.get("output"), f"{path}.output")
         call_id = _field(item, "call_id", path)

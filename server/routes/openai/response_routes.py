@@ -351,12 +351,16 @@ async def _earlier_items(request: AnyRequest, response: str | None) -> list[Item
     """Return the inputs and answers of a chain of responses, the first one first.
 
     Raises:
-        NotFoundError: if one of them is not stored.
-        RequestError: if one of them has no answer, or the chain is too long.
+        RequestError: if one of them is not stored or has no answer, or the chain is too long.
     """
     turns: list[list[Item]] = []
     while response is not None:
-        stored = await _load(request, response)
+        try:
+            stored = await _load(request, response)
+        except NotFoundError as error:
+            raise RequestError(
+                "previous_response_not_found", error.message, path="previous_response_id"
+            ) from None
         message = stored.message
         if message is None:
             raise RequestError(

@@ -9,6 +9,7 @@ error, a later one is the last event of the stream.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -21,8 +22,8 @@ from msgspec import Struct
 
 from conure.engine.protocol import ModelPurpose
 
-from ...program.decoding.bodies import revalidate
-from ...program.errors import NotFoundError
+from ...program.decoding.bodies import MAX_BODY_BYTES, revalidate
+from ...program.errors import NotFoundError, ProgramError, PromptError
 from ...program.ir import AnyNode
 from ...service import ModelInfo
 from ..middleware import RequestTimeMiddleware, timer_of
@@ -40,13 +41,14 @@ from ..request_context import (
 from .chat import ChatRequest, lower_chat
 from .chat_answers import ChatCompletion, ChatResponseBuilder
 from .completion_answers import Completion, CompletionResponseBuilder
-from .completions import CompletionRequest, lower_completion, prompts_of
+from .completions import CompletionRequest, Prompt, lower_completion, prompts_of
 from .errors import ErrorAnswer, error_answer
 from .execution import CompletionDelta, RequestCall, RequestExecution, RequestResult
 from .request_fields import (
     OpenAIRequest,
     answer_variable,
     call_node,
+    objective_of,
     read_request,
     submission_of,
 )
@@ -60,6 +62,8 @@ class Model(Struct, frozen=True, kw_only=True):
     """A model that this server runs."""
 
     id: str
+    aliases: list[str] = []
+    """Other names that a request may use, such as `owner/name` on the Hugging Face Hub."""
     object: str = "model"
     created: int
     owned_by: str = "conure"
@@ -96,6 +100,7 @@ async def complete_chat(request: Request[Any, Any, Any]) -> ASGIResponse:
     """
     body: ChatRequest = await read_request(request, ChatRequest)
     check_model(request, body.model)
+    await _check_copies(request, body)
     nodes = lower_chat(body)
 
     def builder(request_id: str) -> ChunkBuilder:
@@ -123,15 +128,12 @@ async def complete_text(request: Request[Any, Any, Any]) -> ASGIResponse:
     With `stream: true` the response is a stream of server-sent events.
     """
     body: CompletionRequest = await read_request(request, CompletionRequest)
-    check_model(request, body.model)
+    model = check_model(request, body.model)
+    await _check_copies(request, body)
     nodes = lower_completion(body)
     echoes = [""] * len(nodes)
     if body.echo:
-        service = service_of(request)
-        texts = [
-            prompt if isinstance(prompt, str) else service.decode(prompt)
-            for prompt in prompts_of(body)
-        ]
+        texts = await _prompt_texts(request, prompts_of(body), model)
         echoes = [text for text in texts for _ in range(body.n or 1)]
 
     def builder(request_id: str) -> ChunkBuilder:
@@ -161,6 +163,7 @@ async def read_model(request: Request[Any, Any, Any], model: FromPath[str]) -> M
 def _model(info: ModelInfo) -> Model:
     return Model(
         id=info.id,
+        aliases=[*info.aliases],
         created=info.created,
         max_model_len=info.context_len,
         description=info.description,
@@ -178,12 +181,53 @@ def check_model(request: AnyRequest, name: str) -> ModelInfo:
     """
     models = service_of(request).models()
     for i, info in enumerate(models):
-        if info.id == name or (i == 0 and name == "default"):
+        if name in (info.id, *info.aliases) or (i == 0 and name == "default"):
             return info
     known = ", ".join(info.id for info in models) or "none"
     raise NotFoundError(
         "model_not_found", f"model {name!r} does not exist; this server has: {known}", path="model"
     )
+
+
+async def _check_copies(request: AnyRequest, body: OpenAIRequest) -> None:
+    """Check the size of the program of a request, which has its prompts once per answer.
+
+    Raises:
+        ProgramError: `program.too_large`.
+    """
+    num_bytes, num_answers = len(await request.body()), body.n or 1
+    if num_bytes * num_answers > MAX_BODY_BYTES:
+        raise ProgramError(
+            "program.too_large",
+            f"{num_answers} answers to a request of {num_bytes:,} bytes exceed the limit of "
+            f"{MAX_BODY_BYTES:,} bytes together: request fewer answers at once",
+            path="n",
+            status=413,
+        )
+
+
+async def _prompt_texts(
+    request: AnyRequest, prompts: Sequence[Prompt], model: ModelInfo
+) -> list[str]:
+    """Return the texts of prompts.
+
+    Raises:
+        PromptError: `prompt.too_long`.
+    """
+    service = service_of(request)
+    texts: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            texts.append(prompt)
+            continue
+        if len(prompt) > model.context_len:
+            raise PromptError(
+                "prompt.too_long",
+                f"the prompt has {len(prompt)} tokens and the model reads {model.context_len}",
+                path="prompt",
+            )
+        texts.append(await asyncio.to_thread(service.decode, prompt))
+    return texts
 
 
 def _with_usage(body: OpenAIRequest) -> bool:
@@ -227,7 +271,9 @@ async def _start(
         accepted, _ = await service.submit(submission, body=encoded, tenant=tenant)
         program = request_id = accepted.id
     else:
-        program, calls, after, kill = await append_calls(Sessions.of(request), body.conure, nodes)
+        sessions, objective = Sessions.of(request), objective_of(body)
+        appended = await append_calls(sessions, body.conure, nodes, objective)
+        program, calls, after, kill = appended
         request_id = f"{program}-{calls[0].node}"
     execution = RequestExecution(
         service,

@@ -51,7 +51,7 @@ class AppendedCalls(NamedTuple):
 
 
 async def append_calls(
-    sessions: Sessions, binding: SessionBinding, nodes: Sequence[AnyNode]
+    sessions: Sessions, binding: SessionBinding, nodes: Sequence[AnyNode], objective: Objective
 ) -> AppendedCalls:
     """Append the calls of a request to a session.
 
@@ -59,6 +59,7 @@ async def append_calls(
         sessions: of the tenant. A session that the client named is created if it does not exist.
         binding: the session and its variables.
         nodes: the calls.
+        objective: of the calls.
 
     Raises:
         ProgramError: if placeholders and variables do not fit, or several answers have one name.
@@ -72,7 +73,7 @@ async def append_calls(
         )
     # The request is checked before a session is created for it.
     known = await sessions.find(binding.session)
-    append, calls = _lower(binding, nodes, session=known)
+    append, calls = _lower(binding, nodes, objective, session=known)
     append, body = revalidate(append)
     program = known or await sessions.open(name=binding.session)
     after = sessions.service.last_seq
@@ -90,13 +91,18 @@ def _kill(calls: Sequence[RequestCall]) -> Append:
 
 
 def _lower(
-    binding: SessionBinding, nodes: Sequence[AnyNode], *, session: str | None
+    binding: SessionBinding,
+    nodes: Sequence[AnyNode],
+    objective: Objective,
+    *,
+    session: str | None,
 ) -> tuple[Append, list[RequestCall]]:
     """Return what a request appends to its session, and its calls.
 
     Args:
         binding: the session and its variables.
         nodes: the calls.
+        objective: of the calls.
         session: the session's program; None for a new session.
     """
     reads = {name: _variable(given, session) for name, given in binding.read.items()}
@@ -123,8 +129,10 @@ def _lower(
         # An output, so that it stays needed when a request that reads it is cancelled.
         outputs.append(output)
     variables = {name: Variable() for name in reads.values()}
-    # The client waits for the answers. They are not outputs: no other client needs them.
-    objectives: dict[str, Objective] = {call.variable: "latency" for call in calls}
+    # The answers are not outputs: no other client needs them.
+    objectives = dict.fromkeys([call.variable for call in calls], objective)
+    if objective == "throughput":  # an output would get the stricter default
+        objectives |= dict.fromkeys(outputs, objective)
     append = Append(variables=variables, nodes=appended, outputs=outputs, objectives=objectives)
     return append, calls
 

@@ -8,7 +8,9 @@ Out of scope: how long these calls take (`load`).
 
 from __future__ import annotations
 
-from ...program.ir import Objective
+import math
+
+from ...program.graph.objectives import is_background
 from ...scheduling.policy import Policy
 from ...scheduling.request import PriorityInputs
 from ...scheduling.service_time import SHARED_STEP_CALLS
@@ -16,10 +18,8 @@ from ..program_state import ProgramState
 from .call_quota import CallQuota
 from .load import Newcomer
 
-
-def is_background(objectives: dict[str, Objective]) -> bool:
-    """Return whether no reader waits for a program with these objectives of its outputs."""
-    return all(objective == "throughput" for objective in objectives.values())
+COUNT_AGE_S = 0.05
+"""How long a number of calls is used again."""
 
 
 class Backlog:
@@ -28,17 +28,32 @@ class Backlog:
     def __init__(self, quota: CallQuota, policy: Policy) -> None:
         self._quota = quota
         self._policy = policy
+        self._counted: dict[Newcomer, int] = {}
+        """Results of `num_ahead` since `_counted_at`."""
+        self._counted_at: tuple[tuple[int, int], float] = ((0, 0), -math.inf)
+        """The programs and calls of the quota at the first of these counts, and its time."""
 
     def num_ahead(self, newcomer: Newcomer, *, call_s: float, now_s: float) -> int:
         """Return the number of open calls that rank before those of a new program, or equally.
 
-        The time grows with the number of programs.
+        The time grows with the number of programs. A submission is checked several times: until
+        calls or programs are added or end, the result is used again for `COUNT_AGE_S`.
 
         Args:
             newcomer: the new program.
             call_s: average seconds of a call on an engine.
             now_s: the time on the clock of the programs' `created_at`.
         """
+        state = (self._quota.num_added, self._quota.num_calls)
+        counted, counted_at_s = self._counted_at
+        if state != counted or now_s - counted_at_s > COUNT_AGE_S:
+            self._counted.clear()
+            self._counted_at = (state, now_s)
+        if newcomer not in self._counted:
+            self._counted[newcomer] = self._count_ahead(newcomer, call_s, now_s)
+        return self._counted[newcomer]
+
+    def _count_ahead(self, newcomer: Newcomer, call_s: float, now_s: float) -> int:
         work_s = call_s / SHARED_STEP_CALLS
         own = self._rank_s(
             now_s, now_s, newcomer.num_calls * work_s, is_background=newcomer.is_background

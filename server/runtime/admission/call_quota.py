@@ -1,13 +1,15 @@
 """The quota of LLM calls across all programs, and the map items that wait for it.
 
 A new program is accepted or rejected (429) immediately. Items of maps with LLM calls queue
-instead: their maps share the free quota round-robin, and may use at most `MAP_SHARE` of it, so
-that a wide map cannot block new programs.
+instead: their maps share the free quota round-robin. Items are admitted while the open calls of
+all programs take less than `BACKGROUND_SHARE` of the quota, or `READER_SHARE` if a reader waits for
+the map's program. So a wide map cannot block new programs, and maps without a reader leave quota
+for maps with one.
 
 Out of scope: graphs. A program reports how many calls it has open, a map how many an item has.
 
 Invariants: `num_calls` is the number of open calls of all programs. Free quota goes to the first
-map in the queue, once one of its items fits.
+map of a queue, once one of its items fits; maps with a reader go before all others.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import Protocol
 from ...program.errors import UnavailableError
 from ..program_state import ProgramState
 
-MAP_SHARE = 0.75
-"""Share of the quota that map items may use."""
+BACKGROUND_SHARE = 3 / 4
+"""Share of the quota up to which items are admitted if no reader waits for their program."""
+READER_SHARE = 7 / 8
+"""Share of the quota up to which items are admitted if a reader waits for their program."""
 MIN_FREE_SHARE = 1 / 16
-"""Part of that share that must be free before more items are admitted. Admitting one item per
+"""Part of a share that must be free before more items are admitted. Admitting one item per
 ended call would be slower, because every extension of a graph has a fixed cost."""
 
 
@@ -36,6 +40,16 @@ class QuotaWaiter(Protocol):
         ...
 
     @property
+    def num_waiting_calls(self) -> int:
+        """LLM calls of all items that are not added yet."""
+        ...
+
+    @property
+    def is_background(self) -> bool:
+        """Whether no reader waits for the map's program."""
+        ...
+
+    @property
     def is_gone(self) -> bool:
         """Whether no more items need to be admitted."""
         ...
@@ -45,26 +59,41 @@ class QuotaWaiter(Protocol):
         ...
 
 
+class _MapQueue:
+    """Maps that wait, in order, and the number of calls up to which their items are admitted."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = max(1, limit)
+        self.maps: deque[QuotaWaiter] = deque()
+        self.is_blocked = False
+        """Whether the first map waits until several items fit."""
+
+    def prune(self) -> None:
+        """Remove maps that are gone."""
+        self.maps = deque(waiter for waiter in self.maps if not waiter.is_gone)
+
+
 class CallQuota:
     """Counts the open calls of all programs against a limit."""
 
     def __init__(self, max_calls: int) -> None:
         self.num_calls = 0
         """Calls that have not ended."""
+        self.num_added = 0
+        """Programs that were ever added."""
         self._max_calls = max_calls
-        self._map_limit = max(1, int(max_calls * MAP_SHARE))
         self._num_reserved = 0
         self._counts: dict[str, tuple[int, int]] = {}
         self._states: dict[str, ProgramState] = {}
-        self._queue: deque[QuotaWaiter] = deque()
-        self._is_blocked = False
-        """Whether the first map in the queue waits until several items fit."""
+        self._with_reader = _MapQueue(int(max_calls * READER_SHARE))
+        self._in_background = _MapQueue(int(max_calls * BACKGROUND_SHARE))
         self._is_scheduled = False
         self._num_removed = 0
-        """Programs removed since the queue was last pruned."""
+        """Programs removed since the queues were last pruned."""
 
     def add(self, state: ProgramState) -> None:
         """Add a program."""
+        self.num_added += 1
         self._counts[state.id] = (0, 0)
         self._states[state.id] = state
         self.count(state)
@@ -86,7 +115,7 @@ class CallQuota:
         self._counts[program] = counts
         self.num_calls += num_open - before[0]
         self._num_reserved += num_reserved - before[1]
-        if self._queue and sum(counts) < sum(before):
+        if self._num_waiting and sum(counts) < sum(before):
             self._schedule()
 
     # --- programs -------------------------------------------------------------------------
@@ -117,29 +146,38 @@ class CallQuota:
     # --- items of maps --------------------------------------------------------------------
 
     def request(self, waiter: QuotaWaiter) -> None:
-        """Admit items of a map: the first ones now if the queue is empty, the others in turn."""
-        is_first = not self._queue and self._fits(waiter)
-        has_more = self._admit(waiter) if is_first else True
+        """Admit items of a map: the first ones now if no map goes before it, the others in turn."""
+        queue = self._queue_of(waiter)
+        is_first = not queue.maps and not self._with_reader.maps and self._fits(waiter, queue)
+        has_more = self._admit(waiter, queue) if is_first else True
         if has_more:
-            self._queue.append(waiter)
+            queue.maps.append(waiter)
             self._schedule()
 
+    def _queue_of(self, waiter: QuotaWaiter) -> _MapQueue:
+        return self._in_background if waiter.is_background else self._with_reader
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._with_reader.maps) + len(self._in_background.maps)
+
     def _prune(self) -> None:
-        """Remove maps that are gone, once they may be half of the queue."""
+        """Remove maps that are gone, once they may be half of the waiting ones."""
         self._num_removed += 1
-        if 2 * self._num_removed > len(self._queue):
-            self._queue = deque(waiter for waiter in self._queue if not waiter.is_gone)
+        if 2 * self._num_removed > self._num_waiting:
+            self._with_reader.prune()
+            self._in_background.prune()
             self._num_removed = 0
 
-    def _num_free(self) -> int:
-        return self._map_limit - self.num_calls - self._num_reserved
+    def _num_free(self, queue: _MapQueue) -> int:
+        return queue.limit - self.num_calls - self._num_reserved
 
-    def _fits(self, waiter: QuotaWaiter) -> bool:
-        """Whether an item fits. An item larger than the quota fits when the quota is unused."""
-        return self._num_free() >= min(waiter.num_calls, self._map_limit)
+    def _fits(self, waiter: QuotaWaiter, queue: _MapQueue) -> bool:
+        """Whether an item fits. An item larger than the share fits when the quota is unused."""
+        return self._num_free(queue) >= min(waiter.num_calls, queue.limit)
 
-    def _admit(self, waiter: QuotaWaiter) -> bool:
-        share = self._num_free() // (len(self._queue) + 1)
+    def _admit(self, waiter: QuotaWaiter, queue: _MapQueue) -> bool:
+        share = self._num_free(queue) // (len(queue.maps) + 1)
         return waiter.admit(max(1, share // waiter.num_calls))
 
     def _schedule(self) -> None:
@@ -148,18 +186,35 @@ class CallQuota:
             asyncio.get_running_loop().call_soon(self._serve)
 
     def _serve(self) -> None:
-        """Admit items of the first map in the queue, one map per turn of the event loop."""
+        """Admit items of the first map that may have some, one map per turn of the event loop."""
         self._is_scheduled = False
-        while self._queue and self._queue[0].is_gone:
-            self._queue.popleft()
-        if self._is_blocked and self._num_free() < self._map_limit * MIN_FREE_SHARE:
+        queue = self._next_queue()
+        if queue is None:
             return
-        self._is_blocked = bool(self._queue) and not self._fits(self._queue[0])
-        if not self._queue or self._is_blocked:
-            return
-        waiter = self._queue.popleft()
+        waiter = queue.maps.popleft()
         try:
-            if self._admit(waiter):
-                self._queue.append(waiter)
+            if self._admit(waiter, queue):
+                self._queue_of(waiter).maps.append(waiter)
         finally:
             self._schedule()  # an error in one program must not block the others
+
+    def _next_queue(self) -> _MapQueue | None:
+        """Return the queue whose first map gets items now; None if no map gets any.
+
+        Maps without a reader wait for all maps with one.
+        """
+        background = self._in_background.maps
+        while background and not background[0].is_background:  # its reader came later
+            self._with_reader.maps.append(background.popleft())
+        for queue in (self._with_reader, self._in_background):
+            while queue.maps and queue.maps[0].is_gone:
+                queue.maps.popleft()
+            if not queue.maps:
+                queue.is_blocked = False
+                continue
+            num_needed = min(queue.limit * MIN_FREE_SHARE, queue.maps[0].num_waiting_calls)
+            if queue.is_blocked and self._num_free(queue) < num_needed:
+                return None
+            queue.is_blocked = not self._fits(queue.maps[0], queue)
+            return None if queue.is_blocked else queue
+        return None

@@ -18,16 +18,18 @@ from ...program.expressions.regex import PatternsTakeLongError, checking
 from ...program.graph.critical_path import longest_chain
 from ...program.graph.graph import CheckedAppend, Graph, check_append, graph_of
 from ...program.graph.inputs import check_inputs
+from ...program.graph.objectives import is_background
 from ...program.ir import Append, Objective, Submission
 from ...program.nodes.bodies import count_calls
 from ...program.status import Accepted
 from ...store.journal import DuplicateKeyError, ProgramRecord
 from ..calls.priority_table import PriorityTable, first_table
 from ..persistence.program_directory import ProgramDirectory
+from ..persistence.stored_appends import encode_append, has_deadlines, with_deadlines_after
 from ..program_run import MAX_NODES_INLINE, ProgramRun
 from ..program_state import ProgramState, check_same_append, request_id_taken
 from ..services import RuntimeServices
-from .backlog import Backlog, is_background
+from .backlog import Backlog
 from .checks import check_options, check_program, num_calls
 from .load import Load, Newcomer
 from .preparation import prepare, prepare_append
@@ -270,6 +272,10 @@ class ProgramIntake:
         self._check_memory(len(body))
         graph = run.state.graph
         append, body = await prepare_append(append, body, run.state.tenant, self.library, graph)
+        if has_deadlines(append):
+            age_s = self._services.clock.now() - run.state.created_at
+            body = encode_append(append, age_s)
+            append = with_deadlines_after(append, age_s)
         num_new_calls = count_calls(append.nodes)
         newcomer = Newcomer(num_new_calls, is_background=True)  # what it continues was accepted
         self._check_capacity(newcomer, num_new_calls, is_append=True)

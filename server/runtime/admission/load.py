@@ -145,8 +145,8 @@ class LoadMonitor:
             raise UnavailableError(
                 "queue.full",
                 f"a new program would wait about {wait_s:,.1f} s, the limit for this one is "
-                f"{limit_s:,.1f} s: retry later, or submit it with the objective `throughput`, "
-                "which may wait longer",
+                f"{limit_s:,.1f} s: retry later, or submit it with the objective `throughput` "
+                "(OpenAI clients: service_tier='flex'), which may wait longer",
                 retry_after_s=self._retry_after_s(wait_s - limit_s, work_s),
                 status=429,
             )

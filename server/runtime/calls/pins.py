@@ -3,11 +3,11 @@
 A pin is an idle context with the tokens of a constant prefix. Calls find its blocks in the
 engine's prefix tree, like any other KV with the same tokens and salt.
 
-A pin ends at its expiry or when it is removed. Engines take its blocks after the cache, and before
-the prefixes that running programs retain: a pin never delays a call. When fewer than
-1/RELEASE_BELOW of an engine's blocks are available, its pins are released, and their KV becomes
-ordinary cache. Pins are filled again once 1/FILL_ABOVE of the engine's blocks would remain
-available.
+A pin ends at its expiry or when it is removed. When memory is short, an engine evicts cached blocks
+first, then the blocks of pins, and last the prefixes that running programs retain: a pin never
+delays a call. When fewer than 1/RELEASE_BELOW of an engine's blocks are available, its pins are
+released, and their KV becomes ordinary cache. Pins are filled again once 1/FILL_ABOVE of the
+engine's blocks would remain available.
 
 Out of scope: the texts of prefixes, and the journal.
 

@@ -23,7 +23,8 @@ from collections.abc import Callable, Hashable, Iterable
 MAX_DEATHS_ALONE = 3
 """Engine deaths after which a call is the cause, if the last engine ran no other call."""
 MAX_DEATHS_AMONG_NEW = 4
-"""Engine deaths after which a call is the cause, if all other calls lost an engine only once."""
+"""A call that was running at this many engine deaths is taken for the cause if each of the other
+calls was running at only one."""
 MAX_DEATHS = 8
 """Engine deaths after which a call is the cause in any case."""
 PROBATION_S = 10.0

@@ -2,8 +2,8 @@
 
 Two rules, applied to every node that ends because of a kill:
 
-    needed by it   A node whose values only ended nodes read is killed. Outputs of the program,
-                   and nodes around a `yield`, `kill`, `client` or `call`, go on.
+    needed by it   A node is killed once every reader of its values has ended. Exceptions: outputs
+                   of the program, and nodes around a `yield`, `kill`, `client` or `call`.
     needs it       A node that cannot run without a killed value is skipped, at once instead of
                    when its last input arrives. A `wait` that is `required` ends in the same way,
                    and then the nodes `after` it.
@@ -95,7 +95,7 @@ class KillCascade:
     # --- what the node needs --------------------------------------------------------------
 
     def _end_sources(self, node_id: str) -> None:
-        """Kill the nodes whose values only ended nodes read."""
+        """Kill the nodes all of whose readers have ended."""
         reads = {
             name for slot in self._graph.slots[node_id] for name in (*slot.reads, *slot.may_read)
         }
@@ -110,7 +110,9 @@ class KillCascade:
             end = self._context.stop_before_slot.get(source, len(self._graph.slots[source]))
             stop = first_unneeded_slot(self._state, source, before=end)
             if stop == 0:
-                message = f"killed: only ended nodes read its value, the last one was {node_id}"
+                message = (
+                    f"killed: every node that reads its value has ended, {node_id} as the last one"
+                )
                 self._context.to_end.append(
                     (source, "killed", Problem(code=NODE_KILLED, message=message))
                 )

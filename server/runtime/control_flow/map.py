@@ -16,6 +16,7 @@ from ...program.errors import ConureError, RunError
 from ...program.expressions.budget import WorkBudget
 from ...program.expressions.evaluate import evaluate, input_expression
 from ...program.graph.instances import read_by
+from ...program.graph.objectives import is_background
 from ...program.ir import Expression, Json, MapNode
 from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef, count_calls
@@ -55,6 +56,16 @@ class PendingMap:
     size: int
     """Nodes per item, before it expands itself."""
     executor: MapExecutor
+
+    @property
+    def num_waiting_calls(self) -> int:
+        """LLM calls of the items that are not added yet."""
+        return (self.width - self.num_added) * self.num_calls
+
+    @property
+    def is_background(self) -> bool:
+        """Whether no reader waits for the program."""
+        return is_background(self.executor.state.graph.objectives)
 
     @property
     def is_gone(self) -> bool:

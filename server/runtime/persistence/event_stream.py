@@ -5,17 +5,18 @@ Out of scope: where events come from. The outbox publishes an event once it is d
 Invariants: a reader receives every event after its starting point exactly once and in order. The
 deltas of a variable are contiguous from offset 0 within one attempt. A slow reader needs no memory
 of its own: a delta is cut from the text when the reader asks for it, and the last events are stored
-once for all readers. A reader that needs earlier events reads the journal. A text stays in memory
-until its value is published and every reader in `read` that has a part of it has the rest.
+once for all readers. A reader that needs earlier events reads the journal. A text is dropped once
+its value is published and no reader in `read` has received only a part of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from ...program.ir import Json
@@ -224,7 +225,12 @@ class EventStream:
             self._drop_texts()
 
     async def read(
-        self, after: int, *, is_durable: bool = False, offsets: TextOffsets | None = None
+        self,
+        after: int,
+        *,
+        is_durable: bool = False,
+        texts: Collection[str] | None = None,
+        offsets: TextOffsets | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Iterate over the events after number `after`, and deltas, until the program ends.
 
@@ -234,6 +240,7 @@ class EventStream:
         Args:
             after: the last event that the reader has.
             is_durable: yield only durable events: no deltas and no partial values of `yield` nodes.
+            texts: yield the deltas of these variables only, and no partial values of `yield` nodes.
             offsets: how much of each text the reader has, changed by this method.
         """
         position = self._num_dropped + bisect_right(self._seqs, after)
@@ -249,7 +256,9 @@ class EventStream:
                 # Events published while the reader is busy follow the next deltas.
                 end = self._num_dropped + len(self._events)
                 if not is_durable:
-                    deltas = [*self._deltas(offsets, seen), *self._partial_yields(offsets, seen)]
+                    deltas = self._deltas(offsets, seen, texts)
+                    if texts is None:
+                        deltas += self._partial_yields(offsets, seen)
                     seen = self._version
                     for delta in deltas:
                         yield delta
@@ -274,11 +283,25 @@ class EventStream:
         """Return the events in memory after number `after`."""
         return self._events[bisect_right(self._seqs, after) :]
 
-    def _deltas(self, offsets: TextOffsets, seen: int) -> list[Event]:
+    def _changed_texts(
+        self, seen: int, names: Collection[str] | None
+    ) -> list[tuple[str, _StreamedText]]:
+        """Return the texts that changed after version `seen`, by last change."""
+        if names is None:
+            newest = reversed(self._texts.items())
+            changed = [*takewhile(lambda each: each[1].version > seen, newest)]
+            changed.reverse()
+            return changed
+        found = [(name, self._texts[name]) for name in names if name in self._texts]
+        return sorted(
+            (each for each in found if each[1].version > seen), key=lambda each: each[1].version
+        )
+
+    def _deltas(
+        self, offsets: TextOffsets, seen: int, names: Collection[str] | None
+    ) -> list[Event]:
         deltas = []
-        for variable, text in reversed(self._texts.items()):
-            if text.version <= seen:
-                break
+        for variable, text in self._changed_texts(seen, names):
             if variable in self._committed and variable not in offsets:
                 continue
             read = offsets.get(variable)
@@ -302,7 +325,6 @@ class EventStream:
                 deltas.append(Event(None, "node.delta", data))
                 offsets[variable] = _ReadText(text.attempt, text.length, len(text.logprobs))
         self._drop_texts()
-        deltas.reverse()
         return deltas
 
     def _partial_yields(self, offsets: TextOffsets, seen: int) -> list[Event]:

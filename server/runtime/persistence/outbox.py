@@ -90,6 +90,10 @@ class Outbox:
         self._is_scheduled = False
         self._accepting: asyncio.Future[None] | None = None
         """Set while the program itself is being written; all other batches wait for it."""
+        self._written: asyncio.Future[None] | None = None
+        """The write of the last batch."""
+        self._failure: BaseException | None = None
+        """Why the journal rejected a batch, the first one if it rejected several."""
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -220,7 +224,7 @@ class Outbox:
             return  # written once the program itself is durable
         batch, self._batch = self._batch, _Batch()
         if batch.records or batch.resolved or batch.is_last:
-            written = self._journal.append(batch.records)
+            self._written = written = self._journal.append(batch.records)
             written.add_done_callback(lambda done: self._on_written(done, batch))
 
     async def barrier(self) -> None:
@@ -228,11 +232,15 @@ class Outbox:
 
         Raises:
             ConureError: if the journal rejected the program.
+            JournalError: if the journal rejected any batch of the program.
         """
         if self._accepting is not None:
             await asyncio.shield(self._accepting)
         self.flush()
-        await self._journal.barrier()
+        if self._written is not None:
+            await asyncio.shield(self._written)
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -274,6 +282,7 @@ class Outbox:
 
     def _reject(self, batch: _Batch, error: BaseException) -> None:
         """Fail the waiters of a batch that will never be durable."""
+        self._failure = self._failure or error
         for variable in batch.resolved:
             self._rejected[variable] = error
             _fail(self._waiters.pop(variable, []), error)
@@ -295,7 +304,7 @@ class Outbox:
         if variable in self.durable_variables:
             return True
         if variable in self._rejected:
-            raise self._rejected[variable]
+            raise self._rejected[variable].with_traceback(None)
         if self._ended.done():
             self._ended.result()
             return True

@@ -7,7 +7,7 @@ program that has not ended is live here, or will be after the next start of the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from typing import NoReturn, cast
 
 import msgspec
@@ -276,7 +276,14 @@ class ProgramDirectory:
         )
 
     async def events(
-        self, program: str, tenant: str, after: int, *, is_durable: bool, follow: bool
+        self,
+        program: str,
+        tenant: str,
+        after: int,
+        *,
+        is_durable: bool,
+        texts: Collection[str] | None,
+        follow: bool,
     ) -> AsyncGenerator[Event, None]:
         """Iterate over the events of a program: from the journal, then from memory.
 
@@ -309,7 +316,7 @@ class ProgramDirectory:
                     for event in run.events.recorded(last):
                         yield event
                     return
-                reading = run.events.read(last, is_durable=is_durable, offsets=offsets)
+                reading = run.events.read(last, is_durable=is_durable, texts=texts, offsets=offsets)
                 try:
                     async for event in reading:
                         last = last if event.seq is None else event.seq

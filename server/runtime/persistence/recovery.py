@@ -10,7 +10,7 @@ import msgspec
 
 from ...program.decoding.typed_json import decode_record
 from ...program.graph.graph import graph_of
-from ...program.ir import Append, Submission
+from ...program.ir import Submission
 from ...program.nodes.base import NodeWithBodies
 from ...program.status import Phase, Problem
 from ...store.journal import StoredProgram
@@ -26,6 +26,7 @@ from .journaled_events import (
     RecoveredState,
     decode_event,
 )
+from .stored_appends import decode_append
 
 _END_PHASES: dict[str, Phase] = {
     "node.failed": "failed",
@@ -64,7 +65,7 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
         created_at=created_at,
     )
     for body in stored.appends:
-        state.append(decode_record(body, Append))
+        state.append(decode_append(body))
     recovered = RecoveredState()
     for record in stored.values:
         state.commit(record.variable, msgspec.json.decode(record.value))

@@ -29,6 +29,7 @@ from ...program.status import (
 from ...store.journal import EndRecord, StoredProgram, ValueRecord
 from ..clock import format_timestamp
 from ..node_state import NodeState
+from ..persistence.stored_appends import decode_append
 from ..program_state import ProgramState, check_same_append
 from .receipt import explain
 
@@ -238,7 +239,7 @@ def stored_append_status(stored: StoredProgram, append: Append) -> ProgramStatus
         return None
     status = stored_status(stored)
     try:  # the stored append has the nodes of the procedures that it calls
-        slots = [node.make_slots() for node in decode_record(body, Append).nodes]
+        slots = [node.make_slots() for node in decode_append(body).nodes]
     except (msgspec.DecodeError, ProgramError):  # of another version of the server
         slots = []
     return msgspec.structs.replace(

@@ -56,7 +56,6 @@ class TraceExporter:
                 f"there is no program {program}: it was never submitted, or it was deleted with "
                 "its trace (`--keep-days` and `--keep-gb` of the server)",
             )
-        status = await self._programs.status(program, tenant)
         body = decode_record(stored.body, _TracedSubmission)
         if not body.options.trace:
             raise ConflictError(
@@ -64,6 +63,7 @@ class TraceExporter:
                 f"program {program} was submitted without a trace, so its prompts were not "
                 'recorded: submit it again with "options": {"trace": true}',
             )
+        status = await self._programs.status(program, tenant)
         inputs = dict(body.inputs)
         for append in stored.appends:
             inputs |= decode_record(append, _TracedSubmission).inputs

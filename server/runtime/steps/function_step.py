@@ -57,6 +57,11 @@ class RunningFunction:
         node = self._node
         try:
             await self._context.outbox.barrier()
+        except ConureError as error:  # the journal has not accepted the arguments
+            if not self._is_abandoned:
+                self._context.fail(node.id, error)
+            return
+        try:
             value = await self._result(args)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if self._is_abandoned:

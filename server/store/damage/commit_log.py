@@ -6,8 +6,9 @@ programs it changed. At a start, a line whose commit is missing names programs t
 
 A later commit may delete the row of an earlier one, and give its id to another row. So the journal
 counts deletions, and each line has the count. A journal with a higher count contains the commit, a
-journal with a lower count does not. With an equal count the row decides. The row also decides for
-lines of earlier versions, which have no count, and the search ends at a deletion among them.
+journal with a lower count does not. If the counts are equal, the journal contains the commit
+exactly if it has the row. Lines of earlier versions have no count: their rows decide as well, and
+the search stops at the first of them that records a deletion.
 
     <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\n
 

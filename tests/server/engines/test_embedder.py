@@ -96,3 +96,33 @@ async def test_texts_at_the_engines_are_bounded_and_end_with_their_request() -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.num_running == 0
+
+
+async def test_requests_take_turns() -> None:
+    engine = ScriptedEngine()
+    engine.gate = asyncio.Event()
+    order: list[int] = []
+    embed = engine.embed
+
+    async def noting(tokens: list[int], rank: float) -> Any:
+        order.append(len(tokens))
+        return await embed(tokens, rank)
+
+    engine.embed = noting  # type: ignore[method-assign]
+    both = embedder(engine)
+    large = asyncio.create_task(both.embed([[1]] * (10 * MAX_AT_ONCE)))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(both.embed([[1, 2]]))
+    await asyncio.sleep(0)
+    engine.gate.set()
+    assert await small == [[2.0]]
+    assert len(await large) == 10 * MAX_AT_ONCE
+    assert order.index(2) <= 2 * MAX_AT_ONCE
+
+
+async def test_no_text_is_sent_after_a_failure() -> None:
+    engine = ScriptedEngine()
+    engine.failure = protocol.Failed(1, "engine.step", "broken")
+    with pytest.raises(EmbeddingError, match="broken"):
+        await embedder(engine).embed([[1]] * (10 * MAX_AT_ONCE))
+    assert engine.num_asked <= 2 * MAX_AT_ONCE

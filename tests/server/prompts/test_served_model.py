@@ -84,3 +84,13 @@ def test_tokens_far_beyond_the_limit_are_not_counted() -> None:
         model.tokenize(
             "a" * (limit + MAX_EXCESS_TOKENS + 1), tools=[], bos=False, template_options={}
         )
+
+
+def test_a_model_has_the_names_of_its_engine() -> None:
+    model = ServedModel.of(hello(model="name", aliases=("owner/name",)))
+    assert [*map(model.serves, ("name", "owner/name", "default", "other/name"))] == [
+        True,
+        True,
+        True,
+        False,
+    ]

@@ -90,6 +90,29 @@ async def test_deadline_of_appended_nodes_counts(tmp_path: Path) -> None:
         await program.cancel()
 
 
+@pytest.mark.parametrize("age_s", [LATER_S, 8 * 86_400.0, -60.0])
+async def test_deadline_of_an_append_counts_from_the_append(tmp_path: Path, age_s: float) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([], open=True)
+        run = harness.executor.programs.find_live(program.id, harness.tenant)
+        assert run is not None
+        run.state.created_at -= age_s
+        await program.append(
+            nodes=[client("a", "x"), client("b", "y"), client("c", "z")],
+            outputs=["x", "y", "z"],
+            objectives={"x": {"deadline_s": 60}, "y": {"deadline_s": 604_800}, "z": "latency"},
+        )
+        deadlines_s = run.state.graph.deadlines
+        assert 60 <= deadlines_s["x"] - age_s < 120
+    async with server_harness(tmp_path) as harness:
+        run = harness.executor.programs.find_live(program.id, harness.tenant)
+        assert run is not None
+        assert run.state.graph.deadlines == deadlines_s
+        program = Program(harness, program.id)
+        assert not (await program.status()).variables["y"].deadline_missed
+        await program.cancel()
+
+
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
 async def test_value_that_never_exists_misses_no_deadline(tmp_path: Path, end: str) -> None:
     async with server_harness(tmp_path) as harness:

@@ -253,7 +253,7 @@ async def test_futures_resolve_in_append_order(journal: Journal) -> None:
         futures.append(future)
         if i % 100 == 0:
             await asyncio.sleep(0)
-    await journal.barrier()
+    await journal.append(())
     assert resolved == list(range(1_500))
     assert all(future.done() for future in futures)
 
@@ -293,19 +293,18 @@ async def test_waiting_batches_share_a_commit_and_a_wakeup(
     assert after.num_pending == 0
 
 
-async def test_barrier_waits_for_earlier_appends(journal: Journal) -> None:
-    assert journal.barrier().done()
+async def test_an_empty_batch_waits_for_earlier_appends(journal: Journal) -> None:
     future = journal.append([program("p")])
-    barrier = journal.barrier()
-    assert not barrier.done()
-    await barrier
+    empty = journal.append(())
+    assert not empty.done()
+    await empty
     assert future.done()
 
 
 async def test_cancelling_a_waiter_does_not_undo_append(journal: Journal) -> None:
     future = journal.append([program("p")])
     future.cancel()
-    await journal.barrier()
+    await journal.append(())
     assert await journal.load_program("a", "p") is not None
 
 

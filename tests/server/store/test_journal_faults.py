@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import pytest
 
 from conure.server.program.errors import UnavailableError
 from conure.server.store.journal import Journal, JournalError
+from conure.server.store.writer import WriteBatch
 
 from .journal_records import FILE, event, program
 
@@ -72,7 +74,7 @@ async def test_failing_disk_fails_fast_or_delays(
         at_once = journal.append([program("comes later")], fail_fast=True)
         assert isinstance(at_once.exception(), UnavailableError)
         second = [journal.append([event(journal, "p")]) for _ in range(3)]
-        barrier = journal.barrier()
+        barrier = journal.append(())
         for i, future in enumerate([*first, *second, barrier]):
             assert not future.done()
             future.add_done_callback(lambda _, i=i: resolved.append(i))  # type: ignore[misc]
@@ -98,6 +100,34 @@ async def test_fail_fast_batch_fails_after_a_retry(journal: Journal, tmp_path: P
             await asyncio.wait_for(journal.append([program("q")], fail_fast=True), 60)
         assert not first.done()
     await asyncio.wait_for(first, 60)
+
+
+async def test_batches_of_a_failing_disk_are_answered_when_the_journal_breaks(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await journal.append([program("p")])
+    writer, attempts = journal._writer, 0
+    loop = asyncio.get_running_loop()
+    first_attempts, during = [asyncio.Event(), asyncio.Event()], [threading.Event() for _ in "ab"]
+
+    def try_commit(group: list[WriteBatch]) -> Exception:
+        nonlocal attempts
+        attempts += 1
+        if attempts > 2:
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        loop.call_soon_threadsafe(first_attempts[attempts - 1].set)
+        during[attempts - 1].wait(60)
+        return sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(writer, "_try_commit", try_commit)
+    futures = [journal.append([event(journal, "p")])]
+    for arrived, leave in zip(first_attempts, during, strict=True):
+        await asyncio.wait_for(arrived.wait(), 60)
+        futures.append(journal.append([event(journal, "p")]))
+        leave.set()
+    results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 60)
+    assert [result.code for result in results] == ["store.broken"] * 3  # type: ignore[union-attr]  # errors
+    assert journal.status().num_pending == 0
 
 
 async def test_health_recovers_without_writes(journal: Journal, tmp_path: Path) -> None:

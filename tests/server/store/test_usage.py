@@ -55,7 +55,7 @@ async def test_receipts_are_summed_by_tenant_day_status(
         totals[tenant, day, status, "kv_block_seconds"] += receipt["kv_block_seconds"]
         static = receipt["prompt_tokens"]["shared"]["static_text"]
         totals[tenant, day, status, "prompt_tokens.shared.static_text"] += static
-    await journal.barrier()
+    await journal.append(())
     for tenant in "ab":
         for first, last in ((0, 2), (1, 1), (0, 1), (2, 0)):
             expected: Counter[tuple[str, str]] = Counter()

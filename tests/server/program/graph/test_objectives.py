@@ -8,7 +8,11 @@ import msgspec
 import pytest
 
 from conure.server.program.graph.graph import Graph
-from conure.server.program.graph.objectives import PerformanceObjective, get_perf_objective
+from conure.server.program.graph.objectives import (
+    PerformanceObjective,
+    get_perf_objective,
+    is_background,
+)
 from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.program.ir import Append, Program
 
@@ -321,3 +325,8 @@ def test_ended_nodes_can_be_omitted() -> None:
         left = [name for name in graph.nodes if name not in ended]
         expected = {name: whole[name] for name in left if name in whole}
         assert get_perf_objective(graph, SlotGraph.of(graph, left)) == expected
+
+
+def test_program_with_one_reader_is_no_background_program() -> None:
+    assert is_background({"a": "throughput", "b": "throughput"})
+    assert not is_background({"a": "throughput", "b": "latency"})

@@ -90,6 +90,9 @@ async def test_errors_contain_the_remedy(tmp_path: Path) -> None:
                 await client.post("/embeddings", body=body, cast_to=object)
             assert text in caught.value.message, fields
             assert not code or caught.value.code == code
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.embeddings.create(model="fake", input=[[1], [999_999]])
+        assert caught.value.param == "input[1]"
         with pytest.raises(openai.NotFoundError, match="this server has: fake"):
             await client.embeddings.create(model="other", input="a")
 

@@ -268,14 +268,19 @@ async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reader_waits_for_the_calls_of_a_session(tmp_path: Path, stream: bool) -> None:
+@pytest.mark.parametrize(("tier", "objective"), [("default", "latency"), ("flex", "throughput")])
+async def test_calls_of_a_session_have_an_objective(
+    tmp_path: Path, stream: bool, tier: str, objective: str
+) -> None:
     app = create_app(Config(data=tmp_path, engine="fake"))
     async with in_process(app) as client:
-        body = {"model": "fake", "messages": HI, "conure": {"session": "shop"}, "n": 2}
-        await client.post("/v1/chat/completions", json={**body, "stream": stream})
+        body = {"model": "fake", "messages": HI, "service_tier": tier, "stream": stream}
+        for binding, n in (({}, 2), ({"write": "kept"}, 1)):
+            extra = {"conure": {"session": "shop", **binding}, "n": n}
+            await client.post("/v1/chat/completions", json={**body, **extra})
         [run] = app.state.service.programs
         graph = run.state.graph
-    assert graph.objectives == dict.fromkeys(graph.variables, "latency")
+    assert graph.objectives == dict.fromkeys(graph.variables, objective)
 
 
 async def test_a_session_call_reads_a_variable_with_a_type(tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
 from conure.server.app import drain
+from conure.server.routes.openai.response_request import ResponseRequest, lower_response
 
 from ...service_double import ScriptedProgram, ScriptedService, app_of, in_process, until
 from ...store.journal_records import FILE
@@ -125,8 +128,10 @@ async def test_a_conversation_continues_by_the_earlier_response(tmp_path: Path) 
         )
     async with openai_client(tmp_path) as client:  # after a restart
         assert (await client.responses.retrieve(first.id)).output_text == one
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
+        with pytest.raises(openai.BadRequestError, match="does not exist") as refused:
             await client.responses.create(input="x", previous_response_id="resp_0", **GREEDY)
+        assert refused.value.code == "previous_response_not_found"
+        assert refused.value.param == "previous_response_id"
 
 
 async def test_a_stream_has_the_clients_events(tmp_path: Path) -> None:
@@ -183,6 +188,54 @@ async def test_tools_are_called_and_answered(tmp_path: Path) -> None:
             **GREEDY,
         )
         assert named.output[0].type == "function_call"
+
+
+async def test_a_cut_call_is_incomplete(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        arguments: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", **GREEDY}
+        whole = await client.responses.create(input="Weather?", **arguments)
+        assert whole.usage is not None
+        limit = whole.usage.output_tokens - 20
+        cut = await client.responses.create(input="Weather?", max_output_tokens=limit, **arguments)
+        assert (cut.status, cut.output[-1].type) == ("incomplete", "function_call")
+        assert cut.output[-1].status == "incomplete"
+        stream: Any = await client.responses.create(
+            input="Weather?", max_output_tokens=limit, stream=True, **arguments
+        )
+        events = [event async for event in stream]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.status for item in done] == ["incomplete"]
+
+
+def test_many_calls_of_one_message_are_added_in_linear_time() -> None:
+    item = {"type": "function_call", "call_id": "", "name": "", "arguments": ""}
+    request = ResponseRequest(model="fake", input=[dict(item) for _ in range(30_000)])
+    start = time.process_time()
+    node = lower_response(request, [], None)
+    assert time.process_time() - start < 1.0  # 4 s if the calls before are copied for each
+    assert node.messages
+    [message] = node.messages
+    assert message.tool_calls
+    assert len(message.tool_calls) == 30_000
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"k" * 65: "v"}, {"k": "v" * 513}, {f"k{i}": "v" for i in range(17)}]
+)
+async def test_metadata_has_the_bounds_of_openai(tmp_path: Path, metadata: dict[str, str]) -> None:
+    async with openai_client(tmp_path) as client:
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(input="Hi", metadata=metadata, **GREEDY)
+
+
+async def test_events_do_not_repeat_a_long_input(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        for text, is_repeated in (("Hi", True), ("long " * 1_000, False)):
+            found = await client.responses.create(input=text, max_output_tokens=1, **GREEDY)
+            program = "p_" + found.id.removeprefix("resp_")
+            url = f"{str(client.base_url).removesuffix('/v1/')}/v1/programs/{program}/events"
+            events = (await client.get(url, cast_to=httpx.Response)).text
+            assert ('"meta"' in events) == is_repeated
 
 
 async def test_a_background_response_outlives_its_stream(tmp_path: Path) -> None:
@@ -299,7 +352,7 @@ async def test_a_deleted_response_does_not_exist(tmp_path: Path) -> None:
             with pytest.raises(openai.NotFoundError, match=first.id):
                 await request(first.id)
         assert (await client.responses.retrieve(second.id)).output_text == second.output_text
-        with pytest.raises(openai.NotFoundError, match=first.id):
+        with pytest.raises(openai.BadRequestError, match=first.id):
             await client.responses.create(input="x", previous_response_id=second.id, **GREEDY)
 
 

@@ -157,6 +157,8 @@ async def test_openai_client_lists_models() -> None:
         models = [model.model_dump() async for model in client.models.list()]
         assert [model["id"] for model in models] == ["tiny", "org/other"]
         assert (await client.models.retrieve("org/other")).owned_by == "conure"
+        assert [model["aliases"] for model in models] == [["org/tiny"], []]
+        assert (await client.models.retrieve("org/tiny")).id == "tiny"
         tiny, other = ((model["purpose"], model["notice"]) for model in models)
         assert other == ("general", "")
         assert tiny[0] == "test"
@@ -296,6 +298,54 @@ async def test_an_assistants_refusal_is_text() -> None:
         await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
     node: Any = node_of(service)
     assert [part.text for part in node.messages[0].content] == ["No.", " Sorry."]
+
+
+async def test_a_refusal_without_content_is_text() -> None:
+    service = ScriptedService()
+    service.on_submit = answering()
+    async with in_process(app_of(service)) as client:
+        refused = {"role": "assistant", "content": None, "refusal": "No."}
+        await client.post("/v1/chat/completions", json={**CHAT, "messages": [refused]})
+    node: Any = node_of(service)
+    assert node.messages[0].content == "No."
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_copies_of_a_large_prompt_are_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conure.server.routes.openai.routes.MAX_BODY_BYTES", 1_000)
+    service = ScriptedService()
+    service.on_submit = answering()
+    prompt = "x" * 400
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt}
+    if path == "chat/completions":
+        body = {"model": "tiny", "messages": [{"role": "user", "content": prompt}]}
+    async with in_process(app_of(service)) as client:
+        refused = await client.post(f"/v1/{path}", json={**body, "n": 3})
+        assert refused.status_code == 413
+        assert refused.json()["error"]["param"] == "n"
+        assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
+
+
+async def test_echo_of_a_long_prompt_is_refused_before_it_is_decoded() -> None:
+    service = ScriptedService()
+    service.decode = None  # type: ignore[method-assign, assignment]  # not called
+    async with in_process(app_of(service)) as client:
+        body = {"model": "tiny", "prompt": [5] * 5_000, "echo": True}
+        refused = await client.post("/v1/completions", json=body)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("tier", "objective"), [("flex", "throughput"), ("auto", "latency"), (None, "latency")]
+)
+async def test_flexible_requests_run_in_the_background(tier: str | None, objective: str) -> None:
+    service = ScriptedService()
+    service.on_submit = answering()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/chat/completions", json={**CHAT, "service_tier": tier})
+    assert service.programs["p_1"].submission.objectives == {"answer": objective}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
 import pytest
@@ -132,6 +132,7 @@ async def test_failing_stream_ends_and_is_logged(caplog: pytest.LogCaptureFixtur
             tenant: str,
             after: int,
             is_durable: bool = False,
+            texts: Collection[str] | None = None,
             follow: bool = True,
         ) -> AsyncGenerator[Event, None]:
             yield Event(1, "program.accepted", {})
@@ -180,6 +181,7 @@ async def test_filtered_reader_still_gets_pings(
             tenant: str,
             after: int,
             is_durable: bool = False,
+            texts: Collection[str] | None = None,
             follow: bool = True,
         ) -> AsyncGenerator[Event, None]:
             for _ in range(100):
@@ -205,6 +207,7 @@ async def test_filtered_events_let_other_tasks_run() -> None:
             tenant: str,
             after: int,
             is_durable: bool = False,
+            texts: Collection[str] | None = None,
             follow: bool = True,
         ) -> AsyncGenerator[Event, None]:
             async def tick() -> None:

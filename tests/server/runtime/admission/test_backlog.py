@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from conure.server.program.errors import UnavailableError
-from conure.server.runtime.admission.backlog import Backlog, is_background
+from conure.server.runtime.admission.backlog import COUNT_AGE_S, Backlog
 from conure.server.runtime.admission.load import MIN_CALLS, Newcomer
-from conure.server.scheduling.policy import policy_named
+from conure.server.scheduling.policy import Rank, policy_named
+from conure.server.scheduling.request import PriorityInputs
 
 from ...inprocess import Json, ServerHarness, generate, insert, server_harness
 
@@ -58,9 +59,34 @@ async def test_program_with_a_reader_does_not_wait_for_background_programs(tmp_p
         assert num_ahead(harness, Newcomer(num_calls=8, depth=8, is_background=True)) == 3
 
 
-def test_program_with_one_reader_is_no_background_program() -> None:
-    assert is_background({"a": "throughput", "b": "throughput"})
-    assert not is_background({"a": "throughput", "b": "latency"})
+async def test_a_number_of_calls_is_used_until_another_program_is_added(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, **SLOW) as harness:
+        services = harness.executor.services
+        ranked: list[float] = []
+        policy = policy_named("conure")
+
+        class Counting:
+            def rank(self, inputs: PriorityInputs) -> Rank:
+                ranked.append(inputs.remaining_work_s)
+                return policy.rank(inputs)
+
+        backlog = Backlog(services.call_quota, Counting())  # type: ignore[arg-type]  # ranks only
+
+        def count(now_s: float) -> int:
+            ranked.clear()
+            return backlog.num_ahead(ONE, call_s=3.0, now_s=now_s)
+
+        now_s = services.clock.now()
+        await harness.submit(chain(3), outputs=["g2"])
+        num_calls = count(now_s)
+        assert ranked
+        assert count(now_s + COUNT_AGE_S / 2) == num_calls
+        assert not ranked
+        await harness.submit(chain(2), outputs=["g1"])
+        count(now_s + COUNT_AGE_S / 2)
+        assert len(ranked) == 3  # the newcomer and two programs
+        count(now_s + 2 * COUNT_AGE_S)
+        assert ranked
 
 
 async def test_busy_server_accepts_by_length_and_objective(tmp_path: Path) -> None:

@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.server.program.errors import UnavailableError
-from conure.server.runtime.admission.call_quota import MAP_SHARE, CallQuota
+from conure.server.runtime.admission.call_quota import (
+    BACKGROUND_SHARE,
+    READER_SHARE,
+    CallQuota,
+)
 
 
 class Crowd:
@@ -45,8 +49,13 @@ class Wide:
     crowd: Crowd
     num_items: int = 1000
     num_calls: int = 1
+    is_background: bool = True
     is_gone: bool = False
     log: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def num_waiting_calls(self) -> int:
+        return self.num_items * self.num_calls
 
     def admit(self, num_items: int) -> bool:
         num_items = min(num_items, self.num_items)
@@ -92,11 +101,68 @@ async def test_map_items_leave_quota_for_programs() -> None:
     wide = Wide("m", crowd)
     crowd.quota.request(wide)
     await turns()
-    assert crowd.quota.num_calls == 100 * MAP_SHARE
+    assert crowd.quota.num_calls == 100 * BACKGROUND_SHARE
     crowd.quota.check(25)
     crowd.open("others", -30)
     await turns()
-    assert crowd.quota.num_calls == 100 * MAP_SHARE
+    assert crowd.quota.num_calls == 100 * BACKGROUND_SHARE
+
+
+@pytest.mark.parametrize("is_in_map", [True, False])
+async def test_background_calls_leave_quota_for_maps_with_a_reader(is_in_map: bool) -> None:
+    crowd = Crowd(160)
+    if is_in_map:
+        for name in "abc":
+            crowd.quota.request(Wide(name, crowd))
+    else:
+        crowd.open("plain", int(160 * BACKGROUND_SHARE))
+    await turns()
+    with_reader = Wide("r", crowd, num_items=18, is_background=False)
+    crowd.quota.request(with_reader)
+    await turns()
+    assert with_reader.num_items == 0
+
+
+async def test_a_map_with_a_late_reader_changes_its_queue() -> None:
+    crowd = Crowd(160)
+    crowd.open("others", int(160 * BACKGROUND_SHARE))
+    waiting = Wide("m", crowd, num_items=18)
+    crowd.quota.request(waiting)
+    crowd.quota.request(Wide("background", crowd))
+    await turns()
+    assert waiting.num_items == 18
+    waiting.is_background = False
+    crowd.open("others", -1)
+    await turns()
+    assert waiting.num_items == 0
+
+
+async def test_the_rest_of_a_map_is_admitted_once_it_fits() -> None:
+    crowd = Crowd(1_600)
+    crowd.open("others", int(1_600 * READER_SHARE))
+    short = Wide("short", crowd, num_items=3, is_background=False)
+    crowd.quota.request(short)
+    await turns()
+    crowd.open("others", -2)
+    await turns()
+    assert short.num_items == 3
+    crowd.open("others", -1)
+    await turns()
+    assert short.num_items == 0
+
+
+async def test_maps_with_a_reader_go_first() -> None:
+    crowd = Crowd(160)
+    crowd.open("others", int(160 * READER_SHARE))
+    log: list[tuple[str, int]] = []
+    crowd.quota.request(Wide("background", crowd, log=log))
+    crowd.quota.request(Wide("reader", crowd, num_items=60, is_background=False, log=log))
+    for _ in range(5):
+        crowd.open("others", -20)
+        await turns()
+    assert [name for name, _ in log[:-1]] == ["reader"] * (len(log) - 1)
+    assert sum(num_items for name, num_items in log if name == "reader") == 60
+    assert crowd.quota.num_calls == 160 * BACKGROUND_SHARE
 
 
 async def test_items_are_admitted_in_batches() -> None:
@@ -186,19 +252,20 @@ def test_quota_is_exact_and_maps_stay_in_their_share(
     async def play() -> None:
         crowd = Crowd(max_calls)
         for number, (kind, size) in enumerate(steps):
+            before = crowd.quota.num_calls
             if kind == 0:
-                crowd.quota.request(Wide(f"m{number}", crowd, size, size % 3 + 1))
+                wide = Wide(f"m{number}", crowd, size, size % 3 + 1, is_background=size % 2 == 0)
+                crowd.quota.request(wide)
             elif kind == 1 and crowd.programs:
                 name = min(crowd.programs)
                 crowd.open(name, -min(size, crowd.programs[name].num_open_calls))
             elif kind == 2 and crowd.programs:
                 crowd.leave(max(crowd.programs))
-            before = crowd.quota.num_calls
             await turns()
             assert crowd.quota.num_calls == sum(
                 program.num_open_calls for program in crowd.programs.values()
             )
-            largest = max(1, int(max_calls * MAP_SHARE))
+            largest = max(1, int(max_calls * READER_SHARE))
             assert crowd.quota.num_calls <= max(before, largest, 3)
 
     asyncio.run(play())
@@ -233,5 +300,6 @@ async def test_removed_programs_leave_the_queue() -> None:
         crowd.quota.request(guest)
         guest.is_gone = True
         crowd.leave(f"p{i}")
-    assert len(crowd.quota._queue) < 4
-    assert crowd.quota._queue[0] is first
+    waiting = crowd.quota._in_background.maps
+    assert len(waiting) < 4
+    assert waiting[0] is first

@@ -48,6 +48,23 @@ async def test_late_reader_gets_text_from_offset_0() -> None:
     await reading.aclose()
 
 
+async def test_reader_of_some_texts_gets_no_others() -> None:
+    feed = EventStream("p")
+    for variable in "xyz":
+        feed.begin_text(variable, "n", "main", 1)
+        feed.append_text(variable, variable)
+    feed.set_partial_yield("n", "main", "delta", "part")
+    reading = feed.read(0, texts=["z", "x", "never"])
+    assert [event.data["text"] for event in await take(reading, 2)] == ["x", "z"]
+    feed.append_text("y", "!")
+    feed.append_text("z", "!")
+    [delta] = await take(reading, 1)
+    assert (delta.data["variable"], delta.data["text"]) == ("z", "!")
+    feed.publish([committed(1)])
+    assert [event.seq for event in await take(reading, 1)] == [1]
+    await reading.aclose()
+
+
 async def test_slow_reader_gets_coalesced_deltas() -> None:
     feed = EventStream("p")
     feed.begin_text("x", "n", "main", 1)

@@ -32,6 +32,7 @@ class SlowJournal:
         self.batches: list[list[Record]] = []
         self.waiting: list[asyncio.Future[None]] = []
         self.accepts: list[bool] = []
+        self.broken: JournalError | None = None
         self._seq = 0
 
     def next_seq(self) -> int:
@@ -42,11 +43,11 @@ class SlowJournal:
         self.batches.append(list(records))
         self.accepts.append(fail_fast)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting.append(done)
+        if self.broken is None:
+            self.waiting.append(done)
+        else:
+            done.set_exception(self.broken)
         return done
-
-    def barrier(self) -> asyncio.Future[None]:
-        return self.append([])
 
     async def write(self, error: Exception | None = None) -> None:
         """Complete the write of the oldest batch, or reject it."""
@@ -172,12 +173,35 @@ async def test_barrier_writes_the_current_batch_first(stage: Stage) -> None:
     stage.commit("x")
     done = asyncio.create_task(stage.outbox.barrier())
     await turn()
-    assert stage.journal.kinds == [["x", "variable.committed"], []]
-    assert len(stage.journal.batches) == 2, "nothing is written twice"
-    await stage.journal.write()
+    assert stage.journal.kinds == [["x", "variable.committed"]]
     assert not done.done()
     await stage.journal.write()
     await done
+    assert len(stage.journal.batches) == 1, "nothing is written twice"
+
+
+async def test_barrier_raises_why_a_batch_was_rejected(stage: Stage) -> None:
+    await stage.outbox.barrier()  # nothing to wait for
+    stage.commit("x")
+    done = asyncio.create_task(stage.outbox.barrier())
+    await turn()
+    await stage.journal.write(JournalError("store.invariant", "a second value"))
+    with pytest.raises(JournalError, match="a second value"):
+        await done
+    stage.commit("y")
+    later = asyncio.create_task(stage.outbox.barrier())
+    await turn()
+    await stage.journal.write()
+    with pytest.raises(JournalError, match="a second value"):
+        await later
+
+
+async def test_barrier_raises_for_a_journal_that_writes_no_more(stage: Stage) -> None:
+    stage.commit("x")
+    done = asyncio.create_task(stage.outbox.barrier())
+    stage.journal.broken = JournalError("store.broken", "the journal is broken")
+    with pytest.raises(JournalError, match="broken"):
+        await done
 
 
 async def test_end_event_is_last_and_unique(stage: Stage) -> None:
@@ -237,11 +261,10 @@ async def test_records_wait_for_their_program(stage: Stage) -> None:
     assert stage.journal.kinds == [["ProgramRecord", "program.accepted"]]
     await stage.journal.write()
     await turn()
-    assert stage.journal.kinds[1:] == [["x", "variable.committed"], []]
+    assert stage.journal.kinds[1:] == [["x", "variable.committed"]]
     assert (stage.outbox.durable_variables, barrier.done()) == (set(), False)
     await stage.journal.write()
     assert (stage.outbox.durable_variables, stage.outbox.has_ended) == ({"x"}, True)
-    await stage.journal.write()
     await barrier
 
 
