@@ -317,11 +317,6 @@ class Executor(ProgramReader):
         run.state.check_variable(variable)
         put_value(run, variable, body)
         await _wait_durable(run.outbox.barrier(), f"the value of {variable}")
-        # The barrier does not wait for a value that continues in a later turn.
-        if run.state.is_resolved(variable) and not await run.outbox.wait_for(
-            variable, DURABILITY_TIMEOUT_S
-        ):
-            raise _not_durable(f"the value of {variable}")
         return run_variable_status(run, variable)
 
     # --- the server -----------------------------------------------------------------------
@@ -455,12 +450,8 @@ async def _wait_durable(written: Awaitable[None], what: str) -> None:
     try:
         await asyncio.wait_for(asyncio.shield(written), DURABILITY_TIMEOUT_S)
     except TimeoutError:
-        raise _not_durable(what) from None
-
-
-def _not_durable(what: str) -> UnavailableError:
-    return UnavailableError(
-        "store.unavailable",
-        f"{what} is not durable yet (journal timeout): check its status or retry",
-        retry_after_s=DURABILITY_RETRY_AFTER_S,
-    )
+        raise UnavailableError(
+            "store.unavailable",
+            f"{what} is not durable yet (journal timeout): check its status or retry",
+            retry_after_s=DURABILITY_RETRY_AFTER_S,
+        ) from None

@@ -59,13 +59,8 @@ def locate(model: str) -> Path:
     if folder.is_file() or not is_hub_name:
         hint = "" if "/" in model else "; a model of the Hugging Face Hub has the form owner/name"
         raise EngineError("model.not_found", f"model folder {model!r} does not exist{hint}")
-    # Imported on demand: a local folder needs no network client.
-    from huggingface_hub import snapshot_download
-
     try:
-        fetched = snapshot_download(
-            model, allow_patterns=[*_READ_FILES], ignore_patterns=[*_UNREAD_FILES]
-        )
+        return download(model)
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise EngineError(
@@ -73,26 +68,28 @@ def locate(model: str) -> Path:
             f"{model!r} is not a local folder, and fetching it from the hub failed:"
             f" {reason[0] if reason else type(error).__name__}",
         ) from error
-    return Path(fetched)
 
 
-def find_downloaded(name: str) -> Path | None:
-    """Return the folder of `owner/name` of the model hub; None if it was not downloaded, or not all
-    of it.
+def download(name: str, *, is_offline: bool = False) -> Path:
+    """Return the folder of `owner/name` of the model hub, with the files that an engine reads.
+
+    Args:
+        name: The model.
+        is_offline: Fetch nothing.
+
+    Raises:
+        Exception: those of `huggingface_hub.snapshot_download`.
     """
+    # Imported on demand: a local folder needs no network client.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    try:
-        found = snapshot_download(
-            name,
-            allow_patterns=[*_READ_FILES],
-            ignore_patterns=[*_UNREAD_FILES],
-            local_files_only=True,
-        )
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-    return Path(found)
+    fetched = snapshot_download(
+        name,
+        allow_patterns=[*_READ_FILES],
+        ignore_patterns=[*_UNREAD_FILES],
+        local_files_only=is_offline,
+    )
+    return Path(fetched)
 
 
 def read(folder: Path) -> Checkpoint:

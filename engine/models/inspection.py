@@ -36,8 +36,15 @@ def problem_of(folder: Path) -> str | None:
 
 
 def downloaded_folder(name: str) -> Path | None:
-    """Return the folder of `owner/name` of the model hub; see `checkpoint.find_downloaded`."""
-    return checkpoint.find_downloaded(name)
+    """Return the folder of `owner/name` of the model hub; None if it was not downloaded, or not all
+    of it.
+    """
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return checkpoint.download(name, is_offline=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -29,6 +29,12 @@ class _ModelPage(msgspec.Struct, frozen=True):
 def list_all(retry: Retry) -> Flow[list[dict[str, Json]]]:
     """Read the list of models."""
     return (yield from fetch(Request("GET", "/v1/models"), retry, _ModelPage)).data
+
+
+def find_named(models: Iterable[dict[str, Json]], name: str) -> dict[str, Json] | None:
+    """Return the model with this id or alias, None if there is none."""
+    named = (each for each in models if name in (each["id"], *each.get("aliases", ())))
+    return next(named, None)
 
 
 class _Tokens(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from conure.server.program.ir import Json, Sampling
 from ...arguments import check_arguments
 from ...client import AsyncClient, Client
 from ...client.client_cache import ModelClients
+from ...client.exchange.models import find_named
 from .call_options import constraint_of, sampling_of, tools_of
 from .model_info import ServerProfile
 
@@ -147,8 +148,7 @@ class ChatSettings(BaseChatModel):
 
     def _max_input_tokens(self) -> int | None:
         models = self.connection().models()
-        named = (each for each in models if self.model in (each["id"], *each.get("aliases", ())))
-        found = next(named, None) or next(iter(models), None)
+        found = find_named(models, self.model) or next(iter(models), None)
         return None if found is None else found.get("max_model_len")
 
     @property

@@ -42,6 +42,7 @@ from conure.server.program.ir import Json
 
 from ...client import Client
 from ...client.client_cache import ModelClients
+from ...client.exchange.models import find_named
 from ..acceleration.scope import active_scope
 from ..client_pickling import state_without_client
 from .answer_checks import checked
@@ -387,16 +388,15 @@ class Conure(FunctionCallingLLM):
         """Return the model's entry in `/v1/models`."""
         if self.model not in self._model_infos:
             pages = self.connection().models()
-            for index, page in enumerate(pages):
-                names = (page["id"], *page.get("aliases", ()))
-                if self.model in names or (index == 0 and self.model == "default"):
-                    self._model_infos[self.model] = page
-                    break
-            else:
+            found = find_named(pages, self.model)
+            if found is None and self.model == "default":
+                found = next(iter(pages), None)
+            if found is None:
                 known = ", ".join(str(page["id"]) for page in pages) or "none"
                 raise NotFoundError(
                     "model_not_found", f"model {self.model!r} not found; the server has: {known}"
                 )
+            self._model_infos[self.model] = found
         return self._model_infos[self.model]
 
 

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from conure.adapters.client.connection import address_of
+from conure.adapters.client.exchange.models import find_named
 from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.decoding.unicode_text import is_unicode
 
@@ -49,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(arguments.url) as client:
         models = client.models()
     model = str(arguments.model or models[0]["id"])
-    named = (each for each in models if model in (each["id"], *each.get("aliases", ())))
-    notice = next((each.get("notice") for each in named), None)
+    named = find_named(models, model)
+    notice = None if named is None else named.get("notice")
     if notice and is_first_time(f"{model}: {notice}"):
         sys.stderr.write(f"{model}: {notice}\n")
     messages: list[dict[str, str]] = []

@@ -271,9 +271,9 @@ async def _start(
         accepted, _ = await service.submit(submission, body=encoded, tenant=tenant)
         program = request_id = accepted.id
     else:
-        sessions, objective = Sessions.of(request), objective_of(body)
-        appended = await append_calls(sessions, body.conure, nodes, objective)
-        program, calls, after, kill = appended
+        program, calls, after, kill = await append_calls(
+            Sessions.of(request), body.conure, nodes, objective_of(body)
+        )
         request_id = f"{program}-{calls[0].node}"
     execution = RequestExecution(
         service,

@@ -14,7 +14,7 @@ import pytest
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
-from conure.engine.models import builtin, checkpoint, registry
+from conure.engine.models import builtin, inspection, registry
 from conure.engine.runner import control_groups
 from conure.engine.runner.control_groups import ControlGroups
 from conure.server.listener import PortError
@@ -288,11 +288,11 @@ def test_model_directory_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "does not exist" in found("/nowhere").text
     assert "there is no directory" in found("nowhere").text
     assert "is a GGUF file" in found("model.gguf").text
-    monkeypatch.setattr(checkpoint, "find_downloaded", lambda name: None)
+    monkeypatch.setattr(inspection, "downloaded_folder", lambda name: None)
     assert found("org/name").level == "note"
-    monkeypatch.setattr(checkpoint, "find_downloaded", lambda name: tmp_path)
+    monkeypatch.setattr(inspection, "downloaded_folder", lambda name: tmp_path)
     assert "is downloaded from the Hub" in found("org/name").text  # an incomplete folder
-    monkeypatch.setattr(checkpoint, "find_downloaded", lambda name: builtin.FOLDER)
+    monkeypatch.setattr(inspection, "downloaded_folder", lambda name: builtin.FOLDER)
     assert found("org/name").level == "ok"
     assert "has no config.json" in found(tmp_path).text
     assert found(builtin.FOLDER).level == "ok"

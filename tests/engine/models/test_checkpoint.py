@@ -8,7 +8,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from conure.engine.models import checkpoint
@@ -143,7 +142,8 @@ def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     fetched: list[str] = []
 
-    def fetch(model: str, **patterns: Any) -> str:
+    def fetch(model: str, *, local_files_only: bool, **patterns: Any) -> str:
+        assert not local_files_only
         fetched.extend(filter_repo_objects(stored, **patterns))
         return f"/cache/{model}"
 
@@ -161,29 +161,3 @@ def test_paths_are_not_searched_on_the_hub(name: str) -> None:
     with pytest.raises(EngineError) as refused:
         checkpoint.locate(name)
     assert refused.value.code == "model.not_found"
-
-
-def test_a_downloaded_model_is_found_by_the_files_that_a_start_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, object]] = []
-
-    def fetch(name: str, **options: object) -> str:
-        asked.append(options)
-        if options.get("local_files_only") and len(asked) > 1:
-            raise LocalEntryNotFoundError("not downloaded")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert checkpoint.find_downloaded("owner/name") == tmp_path
-    assert checkpoint.find_downloaded("owner/name") is None
-    checkpoint.locate("owner/name")
-    assert asked[0] == {**asked[2], "local_files_only": True}
-
-
-def test_no_model_is_found_in_an_empty_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert checkpoint.find_downloaded("owner/name") is None
-    assert checkpoint.find_downloaded("-owner/name") is None  # no name of a repository

@@ -7,11 +7,18 @@ import os
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from conure.engine.models import builtin, weights
+from conure.engine.models import builtin, checkpoint, weights
 from conure.engine.models.checkpoint import read
-from conure.engine.models.inspection import has_chat_template, problem_of, weight_files
+from conure.engine.models.inspection import (
+    downloaded_folder,
+    has_chat_template,
+    problem_of,
+    weight_files,
+)
 from conure.engine.protocol import EngineError
 
 
@@ -92,3 +99,29 @@ def test_weights_without_a_readable_index_are_a_problem(folder: Path, index: str
     if index is not None:
         path.write_text(index)
     assert "model.safetensors.index.json cannot be read" in str(problem_of(folder))
+
+
+def test_a_downloaded_model_is_found_by_the_files_that_a_start_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def fetch(name: str, **options: object) -> str:
+        asked.append(options)
+        if options.get("local_files_only") and len(asked) > 1:
+            raise LocalEntryNotFoundError("not downloaded")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert downloaded_folder("owner/name") == tmp_path
+    assert downloaded_folder("owner/name") is None
+    checkpoint.locate("owner/name")
+    assert asked[0] == {**asked[2], "local_files_only": True}
+
+
+def test_no_model_is_found_in_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert downloaded_folder("owner/name") is None
+    assert downloaded_folder("-owner/name") is None  # no name of a repository
