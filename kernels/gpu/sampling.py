@@ -161,7 +161,7 @@ def _cut(
     """Return threshold and last tie of the fewest largest logits that reach a target.
 
     `target` is a number of tokens, or with `IS_WEIGHED` a sum of weights. Only tokens that the
-    given threshold and tie keep are counted.
+    given threshold and tie keep are counted, and no others are kept.
     """
     columns = tl.arange(0, TILE)
     prefix = tl.full([], 0, tl.uint32)
@@ -211,12 +211,13 @@ def _cut(
             row, begin + columns, vocabulary, peak, inverse, threshold, last, False
         )
         ties += ((order == kept) & (weight > 0.0)).to(tl.int32)
-    end = vocabulary
+    end = tl.where(kept == threshold, last, vocabulary)
     if tl.sum(ties, 0).to(tl.float64) > needed:
         end = _last_tie(  # pyright: ignore[reportGeneralTypeIssues]
             row, vocabulary, peak, inverse, threshold, last, kept, needed, TILE
         )
-    return kept, end
+    # Sums of float32 may not reach the target: then everything that was kept is still kept.
+    return tl.maximum(kept, threshold), tl.where(kept < threshold, last, end)
 
 
 @triton.jit
@@ -310,7 +311,8 @@ def sample_kernel(
         last_ties: [N] int32.
         floors: [N] float64.
         best: [N, P] float64, written.
-        tokens: [N, P] int64, written: the token of each sum; -1 if the part has NaN or -inf only.
+        tokens: [N, P] int64, written: the token of each sum; -1 if the part has a NaN, or nothing
+            but -inf.
         vocabulary: V.
         stride: Stride of rows of `scores`.
         TILE: Tokens that are processed at once.
@@ -327,8 +329,9 @@ def sample_kernel(
     largest = tl.full([], float("-inf"), tl.float64)
     chosen = tl.full([], -1, tl.int64)
     nans = tl.zeros([TILE], tl.int32)
-    # Programs take tiles in turn.
-    for begin in range(part * TILE, vocabulary, parts * TILE):
+    # Parts are consecutive: of parts with equal sums, the first one has the smallest token.
+    size = tl.cdiv(tl.cdiv(vocabulary, TILE), parts) * TILE
+    for begin in range(part * size, tl.minimum(vocabulary, (part + 1) * size), TILE):
         token = begin + columns
         logit = tl.load(row + token, mask=token < vocabulary, other=float("-inf"))
         nans |= (logit != logit).to(tl.int32)

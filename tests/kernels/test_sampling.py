@@ -148,7 +148,13 @@ def test_low_temperature_takes_the_largest_score(operations: sampling.SamplingOp
 
 
 @pytest.mark.parametrize(
-    ("cut", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.35}, 4), ({"top_k": 5, "top_p": 0.5}, 3)]
+    ("cut", "kept"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.35}, 4),
+        ({"top_k": 5, "top_p": 0.5}, 3),
+        ({"top_k": 5, "top_p": 0.9}, 5),
+    ],
 )
 def test_of_equal_scores_the_first_are_kept(
     operations: sampling.SamplingOperations, cut: dict[str, Any], kept: int
@@ -157,6 +163,33 @@ def test_of_equal_scores_the_first_are_kept(
     scores[:, ::2] = -0.0
     tokens = sample(operations, scores, **cut)
     assert set(tokens.tolist()) == set(range(kept))
+
+
+def test_top_p_takes_no_tie_that_top_k_left_out(operations: sampling.SamplingOperations) -> None:
+    scores = torch.full((num_rows(operations, 200, 8), 12), 4.0)
+    scores[:, 0] = 5.0
+    tokens = sample(operations, scores, top_k=2, top_p=0.99)
+    assert set(tokens.tolist()) == {0, 1}
+
+
+def test_top_p_that_rounding_keeps_out_of_reach_takes_what_top_k_kept(
+    operations: sampling.SamplingOperations,
+) -> None:
+    """A thread adds up tokens 0 and 2,048 in float32: in about half of the rows, to too little."""
+    second = 4.0 - torch.arange(8)[:, None] / 100
+    scores = (second - 0.1).repeat(1, 2100)
+    scores[:, 0] = 6.0
+    scores[:, 2048] = second[:, 0]
+    tokens = sample(operations, scores, top_k=2, top_p=1 - 1e-9)
+    assert set(tokens.tolist()) <= {0, 2048}
+
+
+def test_of_equal_sums_the_smallest_token_is_taken(
+    operations: sampling.SamplingOperations,
+) -> None:
+    scores = random_scores(1, 9_000, seed=4)
+    scores[0, [1_027, 8_197]] = 20.0
+    assert sample(operations, scores, temperature=1e-20).tolist() == [1_027]
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.9}])
