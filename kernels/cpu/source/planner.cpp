@@ -194,7 +194,9 @@ class StepPlan {
       while (!ancestors.empty() && ancestors.back().end <= node.first) ancestors.pop_back();
       int64_t begin = ancestors.empty() ? 0 : ancestors.back().depth;
       const double num = double(queries[node.end] - queries[node.first]);
-      const double saved = reads[node.end] - reads[node.first] - std::max(1.0, num / r_.ridge);
+      // Rounding gives a tiny negative number where nothing is saved.
+      const double saved =
+          std::max(0.0, reads[node.end] - reads[node.first] - std::max(1.0, num / r_.ridge));
       const double price = r_.min_saved ? r_.min_saved + r_.partial_tokens * num : 0;
       if (saved * double((node.depth - begin) * r_.block_size) >= price) {
         kept.push_back(node);

@@ -186,6 +186,13 @@ def test_batch_that_changes_gets_a_new_plan(make_planner: MakePlanner) -> None:
     assert planner.num_trees == 13
 
 
+def test_a_range_that_saves_nothing_but_for_rounding_is_shared(make_planner: MakePlanner) -> None:
+    """Ten times 1.1 reads add up to less than the 11 of a shared range."""
+    planner = make_planner(block_size=16, min_saved=0, ridge=10.0)
+    plan = planner.plan([11] * 10, [27] * 10, [[0, 1 + row] for row in range(10)])
+    assert plan.tree.end.tolist() == [10]
+
+
 def test_planner_is_usable_after_an_error(make_planner: MakePlanner) -> None:
     planner = make_planner(block_size=16)
     tables = [[0, 1]]
