@@ -5,15 +5,15 @@ head. An item gathers its queries by index and packs the heads of a group as row
 and values are read once for all of them. Items have one of two sizes: few rows for ranges with
 few queries, which are bound by memory, and many rows for ranges with many queries, which use the
 tensor cores. A large item needs most registers of a processor and a small one a third, so each
-size has its own launch. The launch of small items begins while large items run, on the processors
-that have none (programmatic dependent launch), and ends after them.
+size has its own launch. Small items start while large ones still run, on processors without a large
+item (programmatic dependent launch). Their launch ends after that of the large ones.
 
 A unit of work is one item for one KV head. Units are in order of decreasing cost. A program begins
-with the unit of its own number and then takes the next unit that no program has begun: it draws a
-ticket from a counter, at the start of a unit, so that the answer is there at its end. The load is
-balanced whatever a unit costs on a device. Each unit draws one ticket, so the program that draws
-the last one leaves the counter at 0 for the next launch. Exact float32 has no register for a
-ticket; its units are dealt in turn.
+with the unit of its own number and then takes the next unit that no program has begun, by a ticket
+that it draws from a counter. It draws the ticket for its next unit when it starts one, so that the
+number has arrived when the unit is done. The load is balanced whatever a unit costs on a device.
+Each unit draws one ticket, so the program that draws the last one leaves the counter at 0 for the
+next launch. Exact float32 has no register for a ticket; its units are dealt in turn.
 
 Scores are in base 2. If an item is everything that its queries see, its result is normalised,
 including sinks, and written to `out`. Otherwise its normalised float32 result and its LSE are
@@ -25,8 +25,9 @@ partials of each row with an atomic addition and leaves the count at 0 for the n
 Constants are parameters with defaults and not module globals: Triton compares each global that a
 kernel reads at each launch, in 0.6 us. `test_work_table` compares them with `work_table.table`.
 
-Invariants: cache slots that no item reads do not affect a result, whatever they hold. A masked
-key has weight 0 and its value counts as 0.
+Invariants: cache slots that no item reads do not affect a result, whatever they hold. A key after
+the end of the item has weight 0, and its value counts as 0. A value that only causality or a window
+hides is multiplied by 0, so it must be finite.
 
 Shapes: T queries - H query heads - K KV heads - G = H / K - D, E head dims of keys, values -
 M rows of a tile - N keys of a tile - S slots of partials.
@@ -96,7 +97,8 @@ def attend_kernel(
         counters: [TICKET_WORDS + T * H] int32 zeros, left as zeros: the tickets, and with `MERGES`
             the partials of each query and head.
         sinks: [H]; read only with `HAS_SINKS`.
-        scale: Scores times log2(e), or with `HAS_CAP` times 2 * log2(e) / softcap; positive.
+        scale: Factor of the products: the layer's scale times log2(e), or with `HAS_CAP` times
+            2 * log2(e) / softcap. Positive.
         cap: softcap * log2(e); read only with `HAS_CAP`.
         out_stride: Stride of queries, in elements; vectors are contiguous.
         out_head_stride: Stride of heads.
@@ -267,7 +269,7 @@ def _run_item(
         slots = table + tl.load(item + SLOTS) + query_index
         slot = tl.load(slots, mask=is_row & (chunk >= 0), other=0)
     dims = tl.arange(0, DIM_PAD)
-    at = number.to(tl.int64) * query_stride + heads * query_head_stride
+    at = number.to(tl.int64) * query_stride + heads.to(tl.int64) * query_head_stride
     if DIM == DIM_PAD:
         q = tl.load(query + at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
     else:
@@ -306,7 +308,7 @@ def _run_item(
             top = tl.maximum(peak, sink)
             result *= tl.exp2(peak - top)[:, None]
             total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
-        at = number.to(tl.int64) * out_stride + heads * out_head_stride
+        at = number.to(tl.int64) * out_stride + heads.to(tl.int64) * out_head_stride
         # Padding rows may have a total of 0; they are not stored.
         result /= tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_value)
@@ -392,7 +394,7 @@ def _merge_rows(
             total = total * decay + weight
             peak = new_peak
         result /= tl.where(is_last, total, 1.0)[:, None]
-        at = number.to(tl.int64) * out_stride + heads * out_head_stride
+        at = number.to(tl.int64) * out_stride + heads.to(tl.int64) * out_head_stride
         tl.store(
             out + at[:, None] + dims[None, :],
             result.to(out.dtype.element_ty),

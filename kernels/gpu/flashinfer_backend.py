@@ -4,8 +4,8 @@ FlashInfer reads the whole context of each row and shares nothing, so this imple
 comparison that shows the gain of sharing, and an alternative where nothing is shared. Its wrapper
 is planned once for each plan and kind of layer.
 
-Out of scope: recorded steps. FlashInfer's plan would have to be part of a recording, so the
-engine's decode steps use `triton`.
+Out of scope: recorded steps. FlashInfer's plan would have to be part of a recording, so the engine
+uses `triton`.
 
 Supports FlashInfer 0.6, its FA2 kernels.
 

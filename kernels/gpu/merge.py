@@ -106,7 +106,7 @@ def merge_kernel(
             peak = new_peak
         # Padding heads, and places without a merge, have no result; avoid a division by 0.
         total = tl.where(is_head & (count > 0), total, 1.0)
-        at = number.to(tl.int64) * out_stride + heads * out_head_stride
+        at = number.to(tl.int64) * out_stride + heads.to(tl.int64) * out_head_stride
         tl.store(
             out + at[:, None] + dims[None, :],
             (result / total[:, None]).to(out.dtype.element_ty),

@@ -1,6 +1,6 @@
-"""Caches of more than 2**31 numbers, where 32-bit offsets would overflow.
+"""Caches and queries of more than 2**31 numbers, where 32-bit offsets would overflow.
 
-Such a cache takes 6 GiB of addresses here, of which only a few pages are touched.
+Such a tensor takes 5 to 6 GiB of addresses here, of which only a few pages are touched.
 """
 
 from __future__ import annotations
@@ -69,3 +69,24 @@ def test_last_block_of_a_large_cache_is_usable(
     source, destination = torch.tensor([[LAST, 0], [2, LAST]], device=device)
     operations.copy_blocks([cache], source, destination)
     assert torch.equal(cache[[2, LAST]], key.view(4, BLOCK, HEADS, DIM)[[3, 0]])
+
+
+def test_heads_of_queries_and_results_may_be_far_apart(
+    operations: ops.AttentionOperations, device: torch.device
+) -> None:
+    """As in a query that was concatenated from parts of [H, T, D]. Some results are merged."""
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn((4, BLOCK, 1, DIM), generator=generator).to(device, torch.bfloat16)
+    values = cache[..., :VALUE_DIM]
+    lengths, tables = [2 * BLOCK - 3, 2 * BLOCK, 7], [[0, 1], [0, 2], [3]]
+    plan = build_plan([1, 1, 1], lengths, tables, block_size=BLOCK, min_saved=1)
+    dense = torch.randn((3, 6, DIM), generator=generator).to(device, torch.bfloat16)
+    size = DIM + VALUE_DIM
+    memory = torch.empty_strided(
+        (3, 6, size), (size, 2**29, 1), dtype=torch.bfloat16, device=device
+    )
+    query, out = memory[..., :DIM], memory[..., DIM:]
+    query.copy_(dense)
+    expected = ops.implementation("reference").attention(dense, cache, values, plan, scale=0.125)
+    operations.attention(query, cache, values, plan, scale=0.125, out=out)
+    assert (out.float() - expected.float()).abs().max() <= 3e-2

@@ -14,11 +14,11 @@ first partial; chunk c of the range writes to that slot plus c. The partials of 
 neighbours, so a merge is three words: query, first slot, number of partials. A query with a single
 partial has no slot.
 
-A kernel reads no word that all of its programs read: on an H200 a thousand warps wait 2 us for such
-a word. So merges and items begin at fixed places, which do not depend on a step as CUDA graphs
-require; small and large items alternate, so that each list has room; and an item has the index of
-everything that it uses, and the number of items of its size. Places without an item or a merge
-follow as far as programs read.
+No word is read by all programs: on an H200, a thousand warps that read the same word wait 2 us. So
+merges and items begin at fixed places, which do not depend on a step as CUDA graphs require; small
+and large items alternate, so that each list has room; and an item has the index of everything that
+it uses, and the number of items of its size. Places without an item or a merge follow as far as
+programs read.
 
 While all rows decode, only the last item of each row grows, and there is room for
 `SPARE_BLOCKS` more pages of each row. For any other change the table is rebuilt.

@@ -28,7 +28,8 @@ CHUNK_UNIT: Final = 64
 """Chunks begin at multiples of this, so that no tile of keys is cut."""
 MIN_CHUNK_TOKENS: Final = 128
 """Lower bound of the target length of chunks: a shorter chunk takes longer to start than to read.
-Rounding can make a chunk up to a third shorter."""
+Rounding can make the chunks of a range up to a quarter shorter, and its last chunk as short as one
+token."""
 MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
 """The same bound per query of a tile: a partial costs as much as reading 8 tokens."""
 ITEM_OVERHEAD_TOKENS: Final = 32
