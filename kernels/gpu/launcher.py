@@ -4,8 +4,8 @@ The work table of a layer group (`work_table`) is updated once per step, copied 
 memory without waiting, and read by all its layers. Partials are in scratch memory that grows
 when a step needs more; steps that `prepare` was called for have their own. `attention` allocates
 only its output, reads nothing back and launches the same grids for any table. A CUDA graph of it
-is therefore valid for other steps with as many queries, provided that `prepare` is called before
-each replay and returns the same `GraphKey`.
+is therefore valid for other steps with at most as many queries, provided that `prepare` is called
+before each replay and returns the same `GraphKey`.
 
 Out of scope: rows.
 
@@ -63,7 +63,8 @@ COPIES: Final = 2
 """Pinned tables used in turn, so that a step is planned while the last table is copied."""
 RECORDED_PARTIALS: Final = 4096
 """Slots for partials that recorded steps have at least: several times what a step of 256 tokens
-behind a deep tree needs. They take 67 MB for 32 heads of 128 numbers."""
+behind a deep tree needs. With `SPARE` they take 101 MB of each table for 32 heads of 128 numbers;
+a model with a window has two tables."""
 SPARE: Final = 1.5
 """Factor by which memory exceeds the need when it grows."""
 LOG2_E: Final = 1.4426950408889634
@@ -117,22 +118,16 @@ class _DeviceBuffers:
         """Allocate memory for partials of `value_dim` numbers."""
         if num_partials * value_dim > len(self.partials) or num_partials > len(self.lse):
             num_partials = int(num_partials * SPARE)
-            self.partials = self.partials.new_empty(num_partials * value_dim)
-            self.lse = self.lse.new_empty(num_partials)
+            # If the memory for one of them is missing, both stay: recordings write to them.
+            partials = self.partials.new_empty(num_partials * value_dim)
+            lse = self.lse.new_empty(num_partials)
+            self.partials, self.lse = partials, lse
             self.memory += 1
 
     def copy(self, words: Tensor) -> None:
         """Copy a table to the device, ordered after the work that reads the previous one."""
         if len(words) > len(self.table):
-            self.table = self.table.new_empty(int(len(words) * SPARE))
-            self.memory += 1
-            if self.device.type == "cuda":
-                self._pinned = [
-                    torch.empty(len(self.table), dtype=torch.int32, pin_memory=True)
-                    for _ in range(COPIES)
-                ]
-                # The class is untyped in torch.
-                self._copied = [torch.cuda.Event() for _ in range(COPIES)]  # type: ignore[no-untyped-call]
+            self._reserve_table(int(len(words) * SPARE))
         if self.device.type != "cuda":
             self.table[: len(words)] = words
             return
@@ -142,6 +137,19 @@ class _DeviceBuffers:
         pinned.copy_(words)
         self.table[: len(words)].copy_(pinned, non_blocking=True)
         self._copied[self._turn].record()
+
+    def _reserve_table(self, num_words: int) -> None:
+        """Allocate a table and its pinned copies. If memory is missing, all of them stay."""
+        table = self.table.new_empty(num_words)
+        if self.device.type == "cuda":
+            pinned = [
+                torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(COPIES)
+            ]
+            # The class is untyped in torch.
+            copied = [torch.cuda.Event() for _ in range(COPIES)]  # type: ignore[no-untyped-call]
+            self._pinned, self._copied = pinned, copied
+        self.table = table
+        self.memory += 1
 
 
 class _DeviceWorkTable:

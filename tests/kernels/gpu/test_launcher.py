@@ -135,6 +135,43 @@ def test_prompts_replace_no_buffer_of_recordings() -> None:
     assert (result - expected).abs().max().item() <= 5e-6
 
 
+def test_partials_stay_where_they_are_if_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = launcher._DeviceBuffers(DEVICE)
+    buffers.reserve(4, 8)
+    partials, lse = buffers.partials, buffers.lse
+    allocate = Tensor.new_empty
+    sizes: list[int] = []
+
+    def refuse_second(tensor: Tensor, size: int) -> Tensor:
+        sizes.append(size)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return allocate(tensor, size)
+
+    monkeypatch.setattr(Tensor, "new_empty", refuse_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        buffers.reserve(100, 8)
+    assert buffers.partials is partials
+    assert buffers.lse is lse
+    assert buffers.memory == 1
+
+
+def test_table_stays_where_it_is_if_its_copies_cannot_be_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*size: int, **options: Any) -> Tensor:
+        raise RuntimeError("no memory can be pinned")
+
+    buffers = launcher._DeviceBuffers(DEVICE)
+    table = buffers.table
+    buffers.device = torch.device("cuda")
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(RuntimeError, match="no memory can be pinned"):
+        buffers.copy(torch.arange(5, dtype=torch.int32))
+    assert buffers.table is table
+    assert buffers.memory == 0
+
+
 def test_an_eager_step_can_be_recorded_next() -> None:
     operations, planner = ops.implementation("triton"), Planner(block_size=16, min_saved=0)
     keys, values = caches()
