@@ -1,6 +1,7 @@
 """Argument checks of the operations: shapes, strides, dtypes, devices, ranges.
 
 Each check raises a `ValueError` that names the argument, before anything is read or written.
+`UnsupportedShapeError` is the one for arguments that fit each other, but not an implementation.
 Values are checked on the CPU only: on a GPU the host would have to wait for them, which a
 captured launch cannot do.
 
@@ -14,6 +15,10 @@ import math
 from torch import Tensor
 
 from .planning.plan import Plan
+
+
+class UnsupportedShapeError(ValueError):
+    """An implementation does not support the shape of an argument."""
 
 
 def check_layout(name: str, cache: Tensor) -> None:

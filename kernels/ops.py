@@ -174,6 +174,8 @@ class AttentionOperations:
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
+            UnsupportedShapeError: if the implementation does not support the size or the number of
+                heads.
         """
         checks.check_attention(query, key_cache, value_cache, plan)
         checks.check_score_parameters(query, scale, window, softcap, sinks)
@@ -230,6 +232,7 @@ class AttentionOperations:
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
+            UnsupportedShapeError: as in `attention`.
         """
         checks.check_attention(query, key_cache, value_cache, plan)
         checks.check_window(window)

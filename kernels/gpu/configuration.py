@@ -5,7 +5,7 @@ waits for a search, CUDA graphs stay valid, and each choice can be compiled with
 `configurations` lists what common models compile; tests check registers and instructions.
 
 The choices are made for sm_90: 227 KB of shared memory, 255 registers per thread, WGMMA from 64
-rows on.
+rows on. The kernels compile for sm_80, too, where they have not run.
 
 Shapes: G query heads per KV head - D, E head dims of keys, values.
 """
@@ -22,6 +22,17 @@ from . import attention, kv_cache, merge, sampling
 
 MAX_DIM: Final = 256
 MAX_GROUP: Final = 128
+LEAST_CAPABILITY: Final = (8, 0)
+"""Compute capability that the kernels need, for products of bfloat16."""
+OVERLAP_CAPABILITY: Final = (9, 0)
+"""Compute capability that programmatic dependent launch needs."""
+MAX_SHARED_BYTES: Final = 160 * 1024
+"""Bound of the shared memory of a program. Devices of compute capability 8.0 have 163 KiB for it,
+of 9.0 and 10.0 227 KiB."""
+SMALL_SHARED_BYTES: Final = 99 * 1024
+"""Shared memory for a program on devices of 8.6, 8.9 and 12.0."""
+SMALL_DEVICE_DIM: Final = 128
+"""Largest head size on a device with less shared memory than `MAX_SHARED_BYTES`."""
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 TYPE_NAMES: Final = {
     torch.bfloat16: "bf16",
@@ -146,7 +157,7 @@ def attention_constants(
     large: int,
     tuning: AttentionTuning = DEFAULT_TUNING,
     *,
-    is_mixed: bool = False,
+    overlaps: bool = False,
 ) -> dict[str, Any]:
     """Return the constants of `attention.attend_kernel`.
 
@@ -155,7 +166,8 @@ def attention_constants(
         variant: Features of the layer.
         large: Rows of the large items that the launch computes: 64 or 128; 0 for the small ones.
         tuning: Choices that a benchmark compares.
-        is_mixed: Whether the step has items of both sizes.
+        overlaps: Whether the step has items of both sizes, and the device can begin a launch while
+            the previous one runs.
     """
     is_exact = shape.dtype == torch.float32  # no tensor cores: registers are scarce
     if large:
@@ -168,7 +180,7 @@ def attention_constants(
         is_short = tile < _full_tile(shape)
         is_alone = programs_per_processor(shape, 0) == 1 and max(shape.dim, shape.value_dim) <= 64
         stages = tuning.small_stages + 2 * is_short + 2 * is_alone
-    overlaps = is_mixed and tuning.overlaps_sizes
+    overlaps = overlaps and tuning.overlaps_sizes
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -239,9 +251,9 @@ def programs_per_processor(shape: AttentionShape, large: int) -> int:
 
     `large` is the rows of large items, or 0 for the launch of small ones.
 
-    Programs take items in turn until none is left, so a program that has to wait for another
-    one to end would double the duration of a step. Registers are the limit, and in the shapes
-    below shared memory; `test_machine_code` compares this with compiled code.
+    If not all programs of a launch fit at once, the last ones start when the others end, and the
+    step takes twice as long. Registers are the limit, and in the shapes below shared memory;
+    `test_machine_code` compares this with compiled code.
     """
     rows = large or small_rows(shape.group)
     if is_heavy(shape, rows):
@@ -340,7 +352,7 @@ def configurations() -> tuple[KernelConfiguration, ...]:
         for large in (0, 64, 128)
     ]
     result += [
-        _attend(AttentionShape(bf16, 8, 4, 128, 128, 16), plain, large, is_mixed=True)
+        _attend(AttentionShape(bf16, 8, 4, 128, 128, 16), plain, large, overlaps=True)
         for large in (0, 64, 128)
     ]
     result += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
@@ -355,7 +367,7 @@ def _attend(
     large: int,
     tuning: AttentionTuning = DEFAULT_TUNING,
     *,
-    is_mixed: bool = False,
+    overlaps: bool = False,
 ) -> KernelConfiguration:
     element = f"*{TYPE_NAMES[shape.dtype]}"
     pointers = {
@@ -376,9 +388,9 @@ def _attend(
     name = (
         f"attend-{element[1:]}-group{shape.group}-{shape.dim}x{shape.value_dim}"
         f"-page{shape.page}-rows{large or small_rows(shape.group)}{kind}"
-        f"{'-merges' if tuning.merges_in_attention else ''}{'-overlaps' if is_mixed else ''}"
+        f"{'-merges' if tuning.merges_in_attention else ''}{'-overlaps' if overlaps else ''}"
     )
-    constants = attention_constants(shape, variant, large, tuning, is_mixed=is_mixed)
+    constants = attention_constants(shape, variant, large, tuning, overlaps=overlaps)
     configuration = _configuration(
         name,
         attention.attend_kernel,

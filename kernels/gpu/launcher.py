@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from ..checks import UnsupportedShapeError
 from ..planning.plan import Plan
 from . import attention, kv_cache, merge
 from .configuration import (
@@ -31,7 +32,10 @@ from .configuration import (
     DTYPES,
     MAX_DIM,
     MAX_GROUP,
+    MAX_SHARED_BYTES,
     MOVE_TILE,
+    OVERLAP_CAPABILITY,
+    SMALL_DEVICE_DIM,
     AttentionShape,
     AttentionTuning,
     AttentionVariant,
@@ -161,6 +165,8 @@ class _DeviceWorkTable:
 
     def __init__(self, layers: LayerGroup, device: torch.device) -> None:
         self.work = WorkTableBuilder(layers)
+        self.can_overlap = can_overlap(device)
+        """Whether the small items can start while large ones run."""
         self.plan: Plan | None = None
         """Plan of the table on the device."""
         self.recorded = _DeviceBuffers(device)
@@ -203,8 +209,7 @@ class TritonKernels:
 
     def __init__(self, tuning: AttentionTuning = DEFAULT_TUNING) -> None:
         """Start without tables; `tuning` differs only in benchmarks."""
-        # The interpreter has no programmatic launch.
-        self._tuning = tuning._replace(overlaps_sizes=tuning.overlaps_sizes and not INTERPRETED)
+        self._tuning = tuning
         self._tables: dict[tuple[torch.device, LayerGroup], _DeviceWorkTable] = {}
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
@@ -256,10 +261,9 @@ class TritonKernels:
         # The kernel needs an address; it is not read without sinks.
         sinks = buffers.lse if sinks is None else sinks.to(torch.float32).contiguous()
         sizes = (work.large, 0) if work.large else (0,)
+        overlaps = len(sizes) > 1 and device_table.can_overlap
         for large in sizes:
-            constants = attention_constants(
-                shape, variant, large, self._tuning, is_mixed=work.large > 0
-            )
+            constants = attention_constants(shape, variant, large, self._tuning, overlaps=overlaps)
             _ATTEND[(work.num_programs(large),)](
                 *(out, buffers.partials, buffers.lse, query, key_cache, value_cache),
                 *(buffers.table, work.first_item, buffers.counters, sinks),
@@ -435,6 +439,21 @@ def _merge_programs(num_queries: int, heads: int, value_dim: int, processors: in
     return max(1, min(num_tiles, processors * MERGE_PROGRAMS))
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Return whether a launch can begin while the previous one runs; the interpreter's cannot."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
+
+
+def max_dim(device: torch.device) -> int:
+    """Return the largest head size for which a device has enough shared memory."""
+    if INTERPRETED:
+        return MAX_DIM
+    # torch does not declare this property.
+    properties: Any = torch.cuda.get_device_properties(device)
+    has_much = properties.shared_memory_per_block_optin >= MAX_SHARED_BYTES
+    return MAX_DIM if has_much else SMALL_DEVICE_DIM
+
+
 def _processors(device: torch.device) -> int:
     if INTERPRETED:
         return INTERPRETED_PROCESSORS
@@ -447,11 +466,13 @@ def _check_shapes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None
     _check_dtype("query", query)
     _check_device("query", query)
     for name, dim in (("query", query.shape[2]), ("value_cache", value_cache.shape[3])):
-        if dim > MAX_DIM:
-            raise ValueError(f"{name} has head size {dim}, 'triton' supports at most {MAX_DIM}")
+        if dim > SMALL_DEVICE_DIM and dim > (most := max_dim(query.device)):
+            raise UnsupportedShapeError(
+                f"{name} has head size {dim}, 'triton' supports at most {most} on this device"
+            )
     group = query.shape[1] // key_cache.shape[2]
     if group > MAX_GROUP:
-        raise ValueError(
+        raise UnsupportedShapeError(
             f"query has {group} heads per KV head, 'triton' supports at most {MAX_GROUP}"
         )
 

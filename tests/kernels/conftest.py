@@ -56,46 +56,58 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def waits_for_compiler(item: pytest.Item) -> bool:
-    return "machine_code" in getattr(item, "fixturenames", ())
+    return not {"machine_code", "ampere_code"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def compiler(
     request: pytest.FixtureRequest,
-) -> Iterator[Callable[[list[str]], list[dict[str, Any]]] | None]:
-    """Compile for sm_90 from the first test of this folder on, if a test needs the result."""
+) -> Iterator[Callable[..., list[dict[str, Any]]] | None]:
+    """Compile for sm_90 from the first test of this folder on, if a test needs the result.
+
+    The function takes names of configurations. With another compute capability as second argument,
+    it compiles when it is called.
+    """
     pytest.importorskip("triton")
     items: list[Any] = [*filter(waits_for_compiler, request.session.items)]
     if not items:
         yield None
         return
-    names = max((each.callspec.params["machine_code"] for each in items), key=len)
+    parameters = [each.callspec.params for each in items]
+    names = max((each.get("machine_code", []) for each in parameters), key=len)
     with contextlib.ExitStack() as stack:
         # With several test processes, only the one that needs the result compiles.
         is_alone = "PYTEST_XDIST_WORKER" not in os.environ
-        started = stack.enter_context(compiling(names)) if is_alone else None
+        started = stack.enter_context(compiling(names)) if names and is_alone else None
 
         @cache
         def compiled() -> dict[str, dict[str, Any]]:
-            process = started or stack.enter_context(compiling(names))
-            output, errors = process.communicate()
-            assert process.returncode == 0, errors
-            return {each["name"]: each for each in json.loads(output)}
+            return by_name(started or stack.enter_context(compiling(names)))
 
-        def result(names: list[str]) -> list[dict[str, Any]]:
-            return [compiled()[name] for name in names]
+        def result(names: list[str], capability: int | None = None) -> list[dict[str, Any]]:
+            if capability is None:
+                return [compiled()[name] for name in names]
+            with compiling([*names, "--capability", str(capability)]) as process:
+                return [*by_name(process).values()]
 
         yield result
 
 
+def by_name(process: subprocess.Popen[str]) -> dict[str, dict[str, Any]]:
+    """Wait for a compiler; return what it compiled."""
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return {each["name"]: each for each in json.loads(output)}
+
+
 @contextlib.contextmanager
-def compiling(names: list[str]) -> Iterator[subprocess.Popen[str]]:
+def compiling(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Compile configurations in a separate process that ends with the block."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # Import this checkout, even if another one is installed.
     environment["PYTHONPATH"] = str(HERE.parents[1])
     with subprocess.Popen(
-        [sys.executable, str(HERE / "gpu" / "aot.py"), "--json", *names],
+        [sys.executable, str(HERE / "gpu" / "aot.py"), "--json", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a Hopper GPU (sm_90) on a machine without one.
 
-    python tests/kernels/gpu/aot.py [NAME ...] [--json | --list]
+    python tests/kernels/gpu/aot.py [NAME ...] [--capability 80] [--json | --list]
 
 Prints for each configuration: registers, stack (anything but 0 is a spill), shared memory, the
 number of matrix instructions (HGMMA: a warp group multiplies 64 rows from shared memory; HMMA: a
@@ -26,6 +26,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +38,8 @@ from triton.compiler import ASTSource
 
 from conure.kernels.gpu.configuration import KernelConfiguration, configurations
 
-CAPABILITY = 90
+HOPPER, AMPERE = 90, 80
+"""Compute capabilities times 10, as of an H200 and of an A100."""
 ELEMENT_BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 MNEMONIC = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 ADDRESS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/")
@@ -147,12 +149,14 @@ def code_of(cubin: bytes) -> bytes:
     return b"".join(code)
 
 
-def disassemble(codes: Sequence[bytes]) -> list[str]:
+def disassemble(codes: Sequence[bytes], capability: int) -> list[str]:
     """Return a listing of each of some codes. One process lists all: its start takes 0.6 s."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
-        whole = _run("nvdisasm", "--binary", f"SM{CAPABILITY}a", file.name)
+        # From Hopper on, Triton compiles for one architecture and not for later ones.
+        kind = f"SM{capability}{'a' if capability >= HOPPER else ''}"
+        whole = _run("nvdisasm", "--binary", kind, file.name)
     ends = list(accumulate(map(len, codes)))
     listings: list[list[str]] = [[] for _ in codes]
     for line in whole.splitlines():
@@ -162,8 +166,10 @@ def disassemble(codes: Sequence[bytes]) -> list[str]:
     return ["\n".join(lines) for lines in listings]
 
 
-def compile_kernel(configuration: KernelConfiguration) -> tuple[dict[str, Any], bytes]:
-    """Compile one configuration for sm_90.
+def compile_kernel(
+    configuration: KernelConfiguration, capability: int
+) -> tuple[dict[str, Any], bytes]:
+    """Compile one configuration.
 
     Returns:
         The fields of `CompiledKernel` that no instruction decides, and the instructions.
@@ -179,7 +185,7 @@ def compile_kernel(configuration: KernelConfiguration) -> tuple[dict[str, Any], 
             for name in configuration.aligned
         },
     )
-    target = GPUTarget("cuda", CAPABILITY, 32)
+    target = GPUTarget("cuda", capability, 32)
     kernel_binary = triton.compile(source, target=target, options=configuration.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel_binary.asm["cubin"])
@@ -201,20 +207,20 @@ def compile_kernel(configuration: KernelConfiguration) -> tuple[dict[str, Any], 
     return fields, code_of(kernel_binary.asm["cubin"])
 
 
-def compile_named(name: str) -> tuple[dict[str, Any], bytes]:
+def compile_named(name: str, capability: int) -> tuple[dict[str, Any], bytes]:
     """Compile the configuration with a name."""
     (match,) = (known for known in configurations() if known.name == name)
-    return compile_kernel(match)
+    return compile_kernel(match, capability)
 
 
-def compile_all(names: Sequence[str]) -> list[CompiledKernel]:
+def compile_all(names: Sequence[str], capability: int) -> list[CompiledKernel]:
     """Compile the configurations with some names, on all cores."""
     # Do not reuse code that an earlier run compiled.
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-            compiled = list(pool.map(compile_named, names))
-    listings = disassemble([code for _, code in compiled])
+            compiled = list(pool.map(partial(compile_named, capability=capability), names))
+    listings = disassemble([code for _, code in compiled], capability)
     return [
         CompiledKernel(**{**fields, **read_sass(listing)})
         for (fields, _), listing in zip(compiled, listings, strict=True)
@@ -238,8 +244,9 @@ def table(compiled: Sequence[CompiledKernel]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Compile on all cores and print the results."""
-    parser = argparse.ArgumentParser(description="Compile the Triton kernels for sm_90.")
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels for a GPU.")
     parser.add_argument("names", nargs="*", help="configurations (default: all)")
+    parser.add_argument("--capability", type=int, default=HOPPER)
     parser.add_argument("--list", action="store_true", help="print only the names")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
@@ -249,7 +256,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if unknown := set(options.names) - set(names):
         parser.error(f"unknown configurations: {', '.join(sorted(unknown))}; see --list")
-    compiled = compile_all(options.names or names)
+    compiled = compile_all(options.names or names, options.capability)
     if options.json:
         print(json.dumps([each._asdict() for each in compiled]))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conure.kernels import ops
+from conure.kernels.checks import UnsupportedShapeError
 from conure.kernels.gpu import kv_cache, launcher
 from conure.kernels.gpu.configuration import configurations
 from conure.kernels.planning.planner import Planner
@@ -170,6 +172,39 @@ def test_table_stays_where_it_is_if_its_copies_cannot_be_pinned(
         buffers.copy(torch.arange(5, dtype=torch.int32))
     assert buffers.table is table
     assert buffers.memory == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "overlaps"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)]
+)
+def test_launches_overlap_where_the_device_is_capable_of_it(
+    capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert launcher.can_overlap(torch.device("cuda", 0)) == overlaps
+
+
+@pytest.mark.parametrize(("shared_kib", "expected"), [(227, 256), (163, 256), (99, 128)])
+def test_shared_memory_limits_the_head_size(
+    shared_kib: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert launcher.max_dim(torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "message"),
+    [(1, 320, "query has head size 320, .* at most 256"), (160, 16, "query has 160 heads per KV")],
+)
+def test_unsupported_heads_have_an_error_of_their_own(heads: int, dim: int, message: str) -> None:
+    cache = torch.zeros(2, 16, 1, dim, device=DEVICE)
+    plan = Planner(block_size=16).plan([1], [5], [[0]])
+    query = torch.zeros(1, heads, dim, device=DEVICE)
+    with pytest.raises(UnsupportedShapeError, match=message):
+        ops.implementation("triton").attention(query, cache, cache, plan, scale=1.0)
 
 
 def test_an_eager_step_can_be_recorded_next() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for sm_90 to machine code that suits a Hopper GPU.
+"""The Triton kernels compile for sm_90 to machine code that suits a Hopper GPU, and for sm_80.
 
 `aot.py` compiles them in a separate process; the tests here compare its results with budgets. An
 sm_90 multiprocessor has 65,536 registers and 228 KB of shared memory for all programs that it runs
@@ -17,8 +17,14 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from conure.kernels.gpu.configuration import configurations, programs_per_processor
-from tests.kernels.gpu.aot import CompiledKernel, read_copies_in_flight, read_sass
+from conure.kernels.gpu.configuration import (
+    MAX_SHARED_BYTES,
+    SMALL_DEVICE_DIM,
+    SMALL_SHARED_BYTES,
+    configurations,
+    programs_per_processor,
+)
+from tests.kernels.gpu.aot import AMPERE, CompiledKernel, read_copies_in_flight, read_sass
 
 BYTES_IN_FLIGHT = 29_400
 """Bytes that a multiprocessor must wait for at once: 4.3 TB/s for 0.9 us, over 132 processors."""
@@ -29,6 +35,8 @@ OTHER_SHAPES = re.compile(
 """Configurations that differ from compiled ones in a size or in a pair of variants only."""
 ALL = [each.name for each in configurations()]
 COMMON = [name for name in ALL if not OTHER_SHAPES.search(name)]
+WITHOUT_OVERLAP = [name for name in ALL if not name.endswith("-overlaps")]
+LLAMA = [f"attend-bf16-group4-128x128-page16-rows{rows}" for rows in (16, 128)]
 pytestmark = pytest.mark.timeout(1800)  # compiling takes minutes of CPU time
 
 
@@ -47,6 +55,20 @@ def machine_code(
         CompiledKernel(**{**each, "copies_in_flight": tuple(each["copies_in_flight"])})
         for each in compiler(request.param)
     ]
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(WITHOUT_OVERLAP, id="all", marks=pytest.mark.slow),
+    ],
+)
+def ampere_code(
+    request: pytest.FixtureRequest, compiler: Callable[..., list[dict[str, Any]]]
+) -> list[CompiledKernel]:
+    """What devices of compute capability 8 run: they have no programmatic dependent launch."""
+    return [CompiledKernel(**each) for each in compiler(request.param, AMPERE)]
 
 
 def does_not_spill(each: CompiledKernel) -> bool:
@@ -75,8 +97,13 @@ def merges_in_registers(each: CompiledKernel) -> bool:
     return not each.name.startswith("merge") or each.shared_bytes <= 64
 
 
+def fits_shared_memory(each: CompiledKernel) -> bool:
+    return each.shared_bytes <= MAX_SHARED_BYTES
+
+
 REQUIREMENTS = (
     does_not_spill,
+    fits_shared_memory,
     merges_in_registers,
     keeps_copies_in_flight,
     multiplies_by_warp_groups,
@@ -91,8 +118,17 @@ def test_every_kernel_meets(
     assert [each for each in machine_code if not requirement(each)] == []
 
 
+def test_kernels_compile_for_devices_without_overlapping_launches(
+    ampere_code: list[CompiledKernel],
+) -> None:
+    assert [each.name for each in ampere_code] in (LLAMA, WITHOUT_OVERLAP)
+    assert [each for each in ampere_code if not fits_shared_memory(each)] == []
+    small = [each for each in ampere_code if each.widest <= SMALL_DEVICE_DIM]
+    assert [each for each in small if each.shared_bytes > SMALL_SHARED_BYTES] == []
+
+
 def test_programs_of_a_launch_run_at_once(machine_code: list[CompiledKernel]) -> None:
-    """A program that waits for another one to end would double the duration of a step."""
+    """If the last programs start when others end, the step takes twice as long."""
     launched = {
         each.name: programs_per_processor(each.shape, each.large)
         for each in configurations()
