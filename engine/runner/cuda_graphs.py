@@ -13,8 +13,10 @@ Invariants: a function that cannot be recorded is run eagerly.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final, TypeAlias
 
 import torch
@@ -26,7 +28,14 @@ MAX_RECORDINGS: Final = 160
 RECORDING_BYTES: Final = 8 * 2**20
 """Estimated memory of one recording, besides the tensors that all of them share."""
 
-_NOT_RECORDABLE: Final = ("operation not permitted when", "during capture", "while capturing")
+_WAITED: Final = "called a synchronizing CUDA operation"
+"""Part of torch's error for a function that waits for the device where that is refused."""
+_NOT_RECORDABLE: Final = (
+    _WAITED,
+    "operation not permitted when",
+    "during capture",
+    "while capturing",
+)
 """Parts of the errors of torch and CUDA for a function that cannot be recorded."""
 
 Replay: TypeAlias = Callable[[], Tensor]
@@ -49,7 +58,8 @@ class CudaGraphCache:
         self._replays: LRUCache[Hashable, Replay] = LRUCache(MAX_RECORDINGS)
         self._eager_keys: set[Hashable] = set()
         """Keys that could not be recorded for lack of memory."""
-        self._can_record = True
+        self.can_record = True
+        """False as soon as a function could not be recorded for another reason."""
         self.last_replay: Replay | None = None
         """Replay of the latest step, None if it ran eagerly."""
 
@@ -59,6 +69,10 @@ class CudaGraphCache:
     def has(self, key: Hashable) -> bool:
         """Return whether steps of a key are recorded."""
         return key in self._replays
+
+    def may_record(self, key: Hashable) -> bool:
+        """Return whether `run` records a step of a key that is not recorded."""
+        return self.can_record and key not in self._eager_keys
 
     def run(self, key: Hashable, function: Callable[[], Tensor]) -> Tensor:
         """Replay the recording of `key`, or record `function` first.
@@ -72,7 +86,7 @@ class CudaGraphCache:
             The result of `function`, valid until the next `run`.
         """
         replay = self._replays.get(key)
-        if replay is None and self._can_record and key not in self._eager_keys:
+        if replay is None and self.may_record(key):
             replay = self._try_record(key, function)
         self.last_replay = replay
         return function() if replay is None else replay()
@@ -92,7 +106,7 @@ class CudaGraphCache:
             if not any(part in str(error) for part in _NOT_RECORDABLE):
                 raise
             # Some models read numbers from the device during the forward pass.
-            self._can_record = False
+            self.can_record = False
             line = next(iter(str(error).splitlines()), type(error).__name__)
             _log.warning(
                 "decode steps run eagerly because they cannot be recorded: the model reads "
@@ -125,21 +139,61 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
-            side = self._stream
-            # The first run compiles kernels and lets libraries allocate their workspaces.
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                function()
-            torch.cuda.current_stream().wait_stream(side)
+            side, current = self._stream, torch.cuda.current_stream()
+            side.wait_stream(current)
+            try:
+                with torch.cuda.stream(side):
+                    _run_eagerly(function)
+            finally:
+                current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of this process may allocate meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-            ):
-                out = function()
+            try:
+                # Other threads of this process may allocate meanwhile.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    out = function()
+            finally:
+                # torch does not leave the stream of a capture that failed.
+                torch.cuda.set_stream(current)
 
         def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
+
+
+def _run_eagerly(function: Callable[[], Tensor]) -> None:
+    """Run a function before it is recorded: kernels are compiled, libraries allocate workspaces.
+
+    A function that waits for the device is found here, because a capture that fails has side
+    effects: in torch 2.11, the allocator frees no cached memory any more.
+
+    Raises:
+        RuntimeError: if the function waits for the device whenever it is run.
+    """
+    try:
+        with _refusing_waits():
+            function()
+    except RuntimeError as error:
+        if _WAITED not in str(error):
+            raise
+        # It may have waited once, for numbers that it keeps.
+        function()
+        with _refusing_waits():
+            function()
+
+
+@contextlib.contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """Let torch raise an error instead of waiting for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # It does not find every wait: torch warns of that once.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -280,10 +280,14 @@ class TorchModelRunner(Runner):
         began_s = time.monotonic()
         steps = warmup_steps(self.limits, self._scratch_block, self._layer_groups)
         # A recording becomes useless when a buffer that it reads is replaced by a larger one.
-        for step in steps:
-            self._prepare_plan(pack(step.rows, self._planner).plan)
-        for step in steps:
-            self._run_rows(step.rows, (), (), warmup_size=step.size)
+        plans = (pack(step.rows, self._planner).plan for step in steps)
+        variants = [tuple(self._prepare_plan(plan) or ()) for plan in plans]
+        were_run: set[tuple[Hashable, ...]] = set()
+        for step, variant in zip(steps, variants, strict=True):
+            # Without recordings, one step of a variant compiles its kernels.
+            if self._graphs.can_record or variant not in were_run:
+                self._run_rows(step.rows, (), (), warmup_size=step.size)
+            were_run.add(variant)
         _log.info(
             "recorded %d variants of steps in %.1f s",
             len(self._graphs),
@@ -353,24 +357,25 @@ class TorchModelRunner(Runner):
     def _recording(self, plan: Plan, warmup_size: int | None) -> _RecordingKey | None:
         """Return the key of a step's recording, with the padded number of tokens.
 
-        None for a step that runs eagerly: one that is too large, or one with a prompt that no
-        recording fits. Only `warm` records steps with prompts. A decode step that `warm` has not
-        recorded is recorded when it is first needed.
+        None for a step that runs eagerly: one that is too large or cannot be recorded, or one with
+        a prompt that no recording fits. Only `warm` records steps with prompts. A decode step that
+        `warm` has not recorded is recorded when it is first needed.
         """
         graphs = self._graphs
-        if graphs is None:
+        if graphs is None or not (graphs.can_record or len(graphs)):
             return None
         size = warmup_size or recorded_size(plan.num_queries, self.limits)
         if size is None:
             return None
-        is_recordable = warmup_size is not None or plan.num_queries == plan.num_rows
+        is_decode_step = plan.num_queries == plan.num_rows
+        is_recordable = graphs.can_record and (warmup_size is not None or is_decode_step)
         found = self._prepare_plan(plan, may_grow=is_recordable)
         if found is None:
             return None
         key = _RecordingKey(size, tuple(found))
-        if not is_recordable and not graphs.has(key):
-            return None
-        return key
+        if graphs.has(key) or (is_recordable and graphs.may_record(key)):
+            return key
+        return None
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[ScheduledSequence]) -> Tensor:

@@ -1,10 +1,10 @@
 """The steps that are recorded before the first call, so that no call waits for a recording.
 
-A recording depends on the padded number of tokens and on the variant of each attention launch: by
-the most queries that share a range, by whether any query has several partials, and by whether a row
-is longer than a window. The steps here cover the variants that a serving mix needs, with and
-without a prompt. A variant that is missing is recorded when a decode step needs it. A step with a
-prompt is then not recorded but runs eagerly.
+A recording depends on the padded number of tokens and on the variant of each attention launch. The
+variant follows from the largest number of queries that share a range, from whether a query has
+several partials, and from whether a row is longer than a window. The steps here cover the variants
+that a serving mix needs, with and without a prompt. A variant that is missing is recorded when a
+decode step needs it. A step with a prompt is then not recorded but runs eagerly.
 
 Out of scope: running them.
 

@@ -3,9 +3,9 @@
 Inside `fake_cuda()` torch reports one GPU. Its tensors have shapes, dtypes and devices but no
 numbers (`FakeTensorMode`), so a model of any size loads in no time, and an operator that mixes
 devices raises as on a GPU. Triton kernels check their arguments: the names and the device of
-tensors; with `compiles`, Triton also compiles each launch for sm_90, which fills its cache. A
-read of a number on the host returns 0 or False and is counted. During a capture it raises, as in
-CUDA.
+tensors, and what the device must be capable of; with `compiles`, Triton also compiles each launch
+for sm_90, which fills its cache. A read of a number on the host returns 0 or False and is counted.
+It raises during a capture, as in CUDA, and where torch refuses to wait (`set_sync_debug_mode`).
 
 Out of scope: what a kernel computes, and time. Two functions that judge numbers are replaced:
 `probe.probe` by the layers given by the caller, and `fused_decoder.logits_match` by True.
@@ -23,6 +23,7 @@ import inspect
 import itertools
 import subprocess
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,19 @@ GUARD: Final = Path(__file__).with_suffix(".cpp")
 _OPTIONS: Final = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"})
 """Keywords of a launch that are not arguments of the kernel."""
 _MAX_INT32: Final = 2**31
+_OVERLAPS: Final = ("LEADS", "FOLLOWS")
+"""Constants of kernels that need programmatic dependent launch, and so sm_90."""
+_SYNC_MODES: Final = {"default": 0, "warn": 1, "error": 2}
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -59,6 +73,8 @@ class FakeCuda:
 
     num_processors: int = PROCESSORS
     compiles: bool = False
+    capability: tuple[int, int] = (9, 0)
+    shared_bytes: int = SHARED_BYTES
     launches: Counter[str] = field(default_factory=Counter)
     """Launches of each kernel by name."""
     num_reads: int = 0
@@ -68,6 +84,17 @@ class FakeCuda:
     num_streams: int = 0
     """Streams besides the default one."""
     is_capturing: bool = False
+    sync_debug_mode: int | None = None
+    """As an argument of `torch.cuda.set_sync_debug_mode`, None before its first call."""
+    stream: _Stream = field(default_factory=_Stream)
+    """The current stream."""
+
+    def read(self, operation: str) -> None:
+        """Count a number that the host waits for; raise where it must not wait."""
+        self.refuse_while_capturing(operation)
+        if self.sync_debug_mode == _SYNC_MODES["error"]:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        self.num_reads += 1
 
     def refuse_while_capturing(self, operation: str) -> None:
         """Raise as CUDA does for an operation that waits during a capture."""
@@ -77,15 +104,21 @@ class FakeCuda:
 
 @contextlib.contextmanager
 def fake_cuda(
-    layers: Sequence[probe.LayerKVSpec] | None = None, *, compiles: bool = False
+    layers: Sequence[probe.LayerKVSpec] | None = None,
+    *,
+    compiles: bool = False,
+    capability: tuple[int, int] = (9, 0),
+    shared_bytes: int = SHARED_BYTES,
 ) -> Iterator[FakeCuda]:
     """Give torch one fake GPU.
 
     Args:
         layers: What `probe.probe` returns for any model; None keeps the function.
         compiles: Compile each launch for sm_90. Slow: seconds for each new configuration.
+        capability: Compute capability of the GPU.
+        shared_bytes: Shared memory that a program can have.
     """
-    device = FakeCuda(compiles=compiles)
+    device = FakeCuda(compiles=compiles, capability=capability, shared_bytes=shared_bytes)
     # The classes of transformers name types of torch that are replaced below.
     import_module("transformers.modeling_utils")
     # `torch.device(...)` as a context remembers the constructors when it is first entered.
@@ -124,13 +157,11 @@ class _ReadableMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            self._device.refuse_while_capturing("reading a number")
-            self._device.num_reads += 1
+            self._device.read("reading a number")
             dtype = args[0].dtype
             return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
         if func is torch.ops.aten.equal.default:
-            self._device.refuse_while_capturing("comparing tensors")
-            self._device.num_reads += 1
+            self._device.read("comparing tensors")
             return True
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         is_on_host = tensors and not any(isinstance(each, FakeTensor) for each in tensors)
@@ -179,16 +210,6 @@ class _Event:
         return 1.0
 
 
-class _Stream:
-    cuda_stream = 0
-
-    def wait_stream(self, other: _Stream) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-
 class _Graph:
     def __init__(self, device: FakeCuda) -> None:
         self._device = device
@@ -202,20 +223,40 @@ class _Properties:
     def __init__(self, device: FakeCuda) -> None:
         self.name, self.total_memory = NAME, MEMORY_BYTES
         self.multi_processor_count = device.num_processors
-        self.major, self.minor, self.L2_cache_size = 9, 0, 50 * 2**20
+        self.major, self.minor = device.capability
+        self.shared_memory_per_block_optin = device.shared_bytes
+        self.L2_cache_size = 50 * 2**20
 
 
 def _cuda_functions(device: FakeCuda) -> dict[str, Any]:
     """Return the replaced attributes of `torch.cuda`."""
 
     @contextlib.contextmanager
-    def capture(*_: Any, **__: Any) -> Iterator[None]:
+    def capture(*_: Any, stream: _Stream | None = None, **__: Any) -> Iterator[None]:
         device.num_captures += 1
+        current, device.stream = device.stream, stream or device.stream
         device.is_capturing = True
         try:
             yield
         finally:
             device.is_capturing = False
+        device.stream = current  # as in torch, not after an error
+
+    @contextlib.contextmanager
+    def on_stream(stream: _Stream) -> Iterator[None]:
+        current, device.stream = device.stream, stream
+        try:
+            yield
+        finally:
+            device.stream = current
+
+    def set_stream(stream: _Stream) -> None:
+        device.stream = stream
+
+    def set_sync_debug_mode(mode: int | str) -> None:
+        if device.sync_debug_mode is None:
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+        device.sync_debug_mode = mode if isinstance(mode, int) else _SYNC_MODES[mode]
 
     def synchronize(*_: Any) -> None:
         device.refuse_while_capturing("synchronising")
@@ -239,18 +280,20 @@ def _cuda_functions(device: FakeCuda) -> dict[str, Any]:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "get_device_name": lambda *_: NAME,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: device.capability,
         "get_device_properties": lambda *_: _Properties(device),
         "synchronize": synchronize,
         "Event": lambda **options: _Event(device, **options),
         "Stream": new_stream,
-        "current_stream": lambda *_: _Stream(),
-        "stream": contextlib.nullcontext,
+        "current_stream": lambda *_: device.stream,
+        "set_stream": set_stream,
+        "stream": on_stream,
         "device": contextlib.nullcontext,
         "CUDAGraph": lambda: _Graph(device),
         "graph": capture,
         "graph_pool_handle": lambda: (0, 0),
-        "set_sync_debug_mode": nothing,
+        "get_sync_debug_mode": lambda: device.sync_debug_mode or 0,
+        "set_sync_debug_mode": set_sync_debug_mode,
     }
 
 
@@ -330,6 +373,9 @@ class _CheckedKernel:
     def _check(self, grid: tuple[int, ...], args: Any, keywords: dict[str, Any]) -> None:
         options = {key: value for key, value in keywords.items() if key not in _OPTIONS}
         bound = self._signature.bind(*args, **options)
+        if self._device.capability < (9, 0):
+            used = [name for name in _OVERLAPS if bound.arguments.get(name)]
+            assert not used, f"{self._name}: {used} need sm_90, got {self._device.capability}"
         for name, value in bound.arguments.items():
             if isinstance(value, Tensor):
                 assert value.device.type == "cuda", f"{self._name}: {name} is on {value.device}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,16 @@ from torch import Tensor
 from conure.engine.protocol import SamplingParams
 from conure.engine.runner.backend import Backend
 from conure.engine.runner.base import ScheduledSequence
-from conure.engine.runner.cuda_graphs import MAX_RECORDINGS, CudaGraphCache, bucket_sizes
+from conure.engine.runner.cuda_graphs import (
+    MAX_RECORDINGS,
+    CudaGraphCache,
+    CudaGraphs,
+    bucket_sizes,
+)
 from conure.engine.runner.staging import Staging
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.runner.warmup import recorded_sizes
+from conure.engine.testing.fake_cuda import FakeCuda, fake_cuda
 
 from .. import shrunk
 from ..graph_double import Dense, Recorder, backend, interpreted
@@ -213,6 +219,61 @@ def test_synchronising_model_runs_eagerly(
     assert "run eagerly" in caplog.text
 
 
+def sizes_of(
+    runner: TorchModelRunner, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> list[int]:
+    """Return the numbers of tokens of the passes that follow; with `waits` they read a number."""
+    forward = runner._forward
+    sizes: list[int] = []
+
+    def watched(ids: Tensor, positions: Tensor, last: Tensor, attention: Any) -> Tensor:
+        sizes.append(len(ids))
+        assert not waits or int(ids.sum()) >= 0
+        return forward(ids, positions, last, attention)
+
+    monkeypatch.setattr(runner, "_forward", watched)
+    return sizes
+
+
+def decoding(num_rows: int) -> list[ScheduledSequence]:
+    sampling = SamplingParams(max_tokens=1)
+    return [ScheduledSequence(row, [5, 6], 1, 1, [row], sampling) for row in range(num_rows)]
+
+
+def test_steps_that_cannot_be_recorded_are_not_padded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(llama, backend(Recorder()))
+    sizes = sizes_of(runner, monkeypatch, waits=True)
+    runner.run(decoding(1), [])
+    sizes.clear()
+    runner.run(decoding(5), [])
+    assert sizes == [5]
+
+
+def test_steps_without_memory_to_record_them_are_not_padded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    runner = runner_of(llama, backend(record))
+    sizes = sizes_of(runner, monkeypatch, waits=False)
+    for _ in range(2):
+        runner.run(decoding(5), [])
+    assert sizes == [6, 5]
+
+
+def test_warming_a_model_that_cannot_be_recorded_runs_each_variant_once(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(llama, backend(Recorder(), Dense(num_rows=300, num_blocks=100)))
+    sizes = sizes_of(runner, monkeypatch, waits=True)
+    runner.warm()
+    # Before and while it is recorded, and eagerly.
+    assert sizes == [256] * 3
+
+
 def test_recording_is_dropped_with_its_buffers(llama: Path) -> None:
     recorder, dense = Recorder(), Dense(num_blocks=8)
     ids = random.Random(1).choices(range(256), k=40)
@@ -312,6 +373,49 @@ def test_large_prefill_keeps_recordings_valid(llama: Path) -> None:
     runner.run([ScheduledSequence(n, ids, 80, 10, blocks) for n in range(6)], [])
     runner.run([ScheduledSequence(0, ids, 89, 1, blocks, SamplingParams(max_tokens=1))], [])
     assert (dense.num_grown, recorder.num_recorded) == (grown, recorded)
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCuda]:
+    with fake_cuda() as device:
+        yield device
+
+
+def test_function_that_waits_is_never_captured(device: FakeCuda) -> None:
+    graphs = CudaGraphCache(CudaGraphs(torch.device("cuda", 0)))
+    numbers = torch.ones(3, device="cuda")
+    assert graphs.run(1, lambda: numbers * float(numbers.sum())).shape == (3,)
+    assert not graphs.can_record
+    assert device.num_captures == 0
+    assert device.sync_debug_mode == 0
+
+
+def test_function_that_waits_once_is_captured(device: FakeCuda) -> None:
+    numbers, kept = torch.ones(3, device="cuda"), dict[str, float]()
+
+    def scaled() -> Tensor:
+        if not kept:
+            kept["sum"] = float(numbers.sum())
+        return numbers * kept["sum"]
+
+    graphs = CudaGraphCache(CudaGraphs(torch.device("cuda", 0)))
+    graphs.run(1, scaled)
+    assert graphs.can_record
+    assert (device.num_captures, device.num_replays) == (1, 1)
+
+
+def test_failed_capture_leaves_the_current_stream(device: FakeCuda) -> None:
+    stream = torch.cuda.current_stream()
+
+    def synchronised() -> Tensor:
+        torch.cuda.synchronize()  # which torch does not refuse outside of a capture
+        return torch.ones(3, device="cuda")
+
+    graphs = CudaGraphCache(CudaGraphs(torch.device("cuda", 0)))
+    graphs.run(1, synchronised)
+    assert device.num_captures == 1
+    assert not graphs.can_record
+    assert torch.cuda.current_stream() is stream
 
 
 def test_unrelated_errors_are_raised() -> None:

@@ -153,7 +153,7 @@ def test_decode_step_is_recorded_without_synchronising(folder: Path) -> None:
     runner.warm()
     graphs = runner._graphs
     assert graphs is not None
-    assert graphs._can_record
+    assert graphs.can_record
     # The kernels have several variants of each size.
     assert {key[0] for key in graphs._replays if isinstance(key, tuple)} == set(
         recorded_sizes(runner.limits)
