@@ -1,9 +1,9 @@
 """The device of a model: choosing it, and measuring its free memory and cores.
 
 `cpu` computes in main memory. `cuda` is torch's name for an accelerator, `cuda:N` is one of
-several, and `auto` is the first accelerator that torch finds, or the CPU.
+several, and `auto` is the first accelerator if the kernels run on it, otherwise the CPU.
 
-Invariants: a device returned by `pick` exists.
+Invariants: a device returned by `pick` exists, and the kernels run on it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def pick(name: str, *, needs_cpu: bool = False) -> torch.device:
         needs_cpu: Whether another option needs a CPU; `auto` is then the CPU.
 
     Raises:
-        EngineError: `engine.bad_option` if the device does not exist.
+        EngineError: `engine.bad_option` if the device does not exist, or the kernels do not run on
+            it.
     """
     num_devices = torch.cuda.device_count()
     if name == "auto":
-        can_use = num_devices > 0 and not needs_cpu and find_spec("triton") is not None
-        name = "cuda" if can_use else "cpu"
+        has_triton = num_devices > 0 and not needs_cpu and find_spec("triton") is not None
+        name = "cuda" if has_triton and _why_unsupported(0) is None else "cpu"
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (":" in name and not (kind == "cuda" and number.isdecimal())):
         raise EngineError(
@@ -57,15 +58,34 @@ def pick(name: str, *, needs_cpu: bool = False) -> torch.device:
         raise EngineError(
             "engine.bad_option", f"device {name!r} needs triton: run pip install triton"
         )
+    reason = _why_unsupported(index)
+    if reason is not None:
+        raise EngineError(
+            "engine.bad_option", f"device is {name!r}, but {reason}; use another GPU, or device=cpu"
+        )
     return torch.device("cuda", index)
 
 
-def describe(name: str, device: torch.device) -> str:
+def _why_unsupported(index: int) -> str | None:
+    """Return why the kernels do not run on an accelerator; None if they do."""
+    # Imported on demand: a machine without a GPU does not need triton.
+    from conure.kernels.gpu.configuration import LEAST_CAPABILITY
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = properties.major, properties.minor
+    if capability >= LEAST_CAPABILITY:
+        return None
+    found, needed = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+    return f"{properties.name} has compute capability {found}, and the kernels need {needed}"
+
+
+def describe(name: str, device: torch.device, *, needs_cpu: bool = False) -> str:
     """Return one line about a picked device, and how to pick another.
 
     Args:
         name: The requested name.
         device: The result of `pick`.
+        needs_cpu: As in `pick`.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -77,7 +97,9 @@ def describe(name: str, device: torch.device) -> str:
         return "device=cpu, because torch finds no CUDA device"
     if find_spec("triton") is None:
         return "device=cpu, because triton is not installed; for the GPU, run pip install triton"
-    return "device=cpu, because batch_invariant needs it; turn it off to use the GPU"
+    if needs_cpu:
+        return "device=cpu, because batch_invariant needs it; turn it off to use the GPU"
+    return f"device=cpu, because {_why_unsupported(0)}"
 
 
 def check_dtype(name: str, device: torch.device) -> None:

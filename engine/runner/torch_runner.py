@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conure.kernels.checks import UnsupportedShapeError
 from conure.kernels.planning.plan import Plan
 from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
 
@@ -50,6 +51,7 @@ from ..models import (
 )
 from ..models.llama_config import DecoderConfig
 from ..models.projection import PackedModules
+from ..protocol import EngineError
 from ..sampling import batch
 from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
@@ -122,8 +124,9 @@ class TorchModelRunner(Runner):
                 `engine.bad_option` for an option that is wrong or does not fit.
         """
         if backend is None:
-            device = devices.pick(config.device, needs_cpu=config.batch_invariant)
-            _log.info("%s", devices.describe(config.device, device))
+            needs_cpu = config.batch_invariant
+            device = devices.pick(config.device, needs_cpu=needs_cpu)
+            _log.info("%s", devices.describe(config.device, device, needs_cpu=needs_cpu))
             backend = backends.create_backend(
                 device,
                 batch_invariant=config.batch_invariant,
@@ -445,7 +448,11 @@ class TorchModelRunner(Runner):
 
     @torch.inference_mode()
     def _calibrate(self, *, optimize: bool) -> None:
-        """Run a few tokens to find the logits' width and the layer groups, and choose a decoder."""
+        """Run a few tokens to find the logits' width and the layer groups, and choose a decoder.
+
+        Raises:
+            EngineError: `model.unsupported` if the kernels do not support the shape of its heads.
+        """
         self._fused_decoder: fused_decoder.FusedDecoder | None = None
         num = min(CALIBRATION_TOKENS, self.limits.context_len)
         ids = [token * 37 % self._model.config.vocab_size for token in range(3, 3 + num)]
@@ -458,7 +465,11 @@ class TorchModelRunner(Runner):
         attention = Attention(
             packed.plan, slots, self._caches, self._operations, self.layers, groups
         )
-        expected = self._forward(token_ids, positions, last, attention)
+        try:
+            expected = self._forward(token_ids, positions, last, attention)
+        except UnsupportedShapeError as error:
+            reason = f"{self.model} does not run on {self._backend.device}: {error}; use device=cpu"
+            raise EngineError("model.unsupported", reason) from error
         probe.check_logits(expected, self.model)
         self._num_logits = expected.shape[1]
         num_recorded = 0 if self._backend.record is None else self.limits.max_sequences

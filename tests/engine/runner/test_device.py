@@ -24,11 +24,15 @@ from .. import shrunk
 UNLIMITED = ControlGroups(Path("missing"), Path("missing"))
 
 
+GPU = {"name": "a GPU", "total_memory": 141 * 2**30, "major": 9, "minor": 0}
+
+
 @pytest.fixture
 def num_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Let torch see so many accelerators."""
     num: int = request.param
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**GPU))
     return num
 
 
@@ -98,12 +102,28 @@ def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPa
     indirect=["num_devices"],
 )
 def test_choice_of_the_device_is_described(
-    num_devices: int, name: str, needs_cpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    num_devices: int, name: str, needs_cpu: bool, expected: str
 ) -> None:
     pytest.importorskip("triton")
-    properties = SimpleNamespace(name="a GPU", total_memory=141 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert device.describe(name, device.pick(name, needs_cpu=needs_cpu)) == expected
+    picked = device.pick(name, needs_cpu=needs_cpu)
+    assert device.describe(name, picked, needs_cpu=needs_cpu) == expected
+
+
+@pytest.mark.parametrize("num_devices", [1], indirect=True)
+def test_device_that_cannot_run_the_kernels_is_refused_or_left_out(
+    num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    reason = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
+    properties = SimpleNamespace(**{**GPU, "name": "Tesla T4", "major": 7, "minor": 5})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(EngineError) as refused:
+        device.pick("cuda")
+    assert refused.value.message == (
+        f"device is 'cuda', but {reason}; use another GPU, or device=cpu"
+    )
+    assert device.pick("auto") == torch.device("cpu")
+    assert device.describe("auto", torch.device("cpu")) == f"device=cpu, because {reason}"
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,21 @@ from transformers import PreTrainedModel
 from conure.cache_folder import cache_folder
 from conure.engine.config import EngineConfig
 from conure.engine.kv import capacity
-from conure.engine.models import fused_decoder
+from conure.engine.models import fused_decoder, probe
 from conure.engine.protocol import EngineError, SamplingParams
 from conure.engine.runner import device
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.testing import random_model
+from conure.engine.testing.fake_cuda import fake_cuda
 from conure.kernels.planning.planner import Planner
 
 from .. import shrunk
 
 BLOCK = 4
 GREEDY = SamplingParams(max_tokens=64)
+SMALL_SHARED_BYTES = 101_376
+"""Shared memory of a program on most consumer GPUs."""
 
 
 @dataclass
@@ -428,3 +431,45 @@ def test_damaged_weights_file_is_rejected(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot load") as refused:
         runner_of(tmp_path)
     assert refused.value.code == "model.invalid"
+
+
+def dummy(folder: Path) -> EngineConfig:
+    """Return the options of an engine without weights on the first GPU."""
+    sizes: dict[str, Any] = {"num_blocks": 40, "max_sequences": 6, "step_tokens": 128}
+    return EngineConfig(dummy_weights=str(folder / "config.json"), dtype="bfloat16", **sizes)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_launches_of_an_older_gpu_do_not_overlap(llama: Path, capability: tuple[int, int]) -> None:
+    pytest.importorskip("triton")
+    layers = [probe.LayerKVSpec(2, 16, 16, None, index) for index in range(3)]
+    with fake_cuda(layers, capability=capability, shared_bytes=SMALL_SHARED_BYTES) as gpu:
+        TorchModelRunner(dummy(llama))
+    # Small and large items in three layers, by the modules and by the fused decoder.
+    assert gpu.launches["attend_kernel"] == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 192}, "head size 192, .* at most 128 on this device"),
+        (
+            {"num_attention_heads": 160, "num_key_value_heads": 1, "hidden_size": 160},
+            "160 heads per KV head",
+        ),
+    ],
+)
+def test_heads_that_no_kernel_of_the_gpu_supports_are_refused(
+    changes: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    folder = shrunk.write(tmp_path, "llama", num_hidden_layers=1, **changes)
+    kv_heads, dim = changes.get("num_key_value_heads", 2), changes.get("head_dim", 16)
+    with (
+        fake_cuda(
+            [probe.LayerKVSpec(kv_heads, dim, dim, None, 0)], shared_bytes=SMALL_SHARED_BYTES
+        ),
+        pytest.raises(EngineError, match=f"{message}.* use device=cpu") as refused,
+    ):
+        TorchModelRunner(dummy(folder))
+    assert refused.value.code == "model.unsupported"
