@@ -151,7 +151,8 @@ class TorchModelRunner(Runner):
             model_config,
             requested,
             token_bytes=sum(self._token_bytes()),
-            free_bytes=devices.free_bytes(backend.device) - recorded_bytes,
+            free_bytes=devices.free_bytes(backend.device),
+            recorded_bytes=recorded_bytes,
             kind=backend.device.type,
             num_engines=config.num_engines,
         )

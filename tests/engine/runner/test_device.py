@@ -194,6 +194,33 @@ def test_too_little_memory_for_a_context_is_an_error(
     assert caught.value.code == "engine.bad_option"
 
 
+def test_recorded_steps_leave_most_of_a_small_memory_to_blocks(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
+    sizes = {"token_bytes": 1000, "free_bytes": 1_200_000_000, "recorded_bytes": 1_300_000_000}
+    found = capacity.limits(config, RequestedLimits(), kind="cuda", **sizes)
+    assert found.num_blocks == int(0.85 * 900_000_000) // 16_000
+    requested = RequestedLimits(num_blocks=8)
+    assert capacity.limits(config, requested, kind="cuda", **sizes).num_blocks == 8
+
+
+@pytest.mark.parametrize(
+    "requested", [RequestedLimits(num_blocks=100_000), RequestedLimits(context_len=200)]
+)
+def test_free_memory_in_errors_includes_what_recorded_steps_take(
+    requested: RequestedLimits, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
+    with pytest.raises(EngineError, match=r"2\.00 GiB are free, of which 0\.50 are left"):
+        capacity.limits(
+            config,
+            requested,
+            token_bytes=100_000_000,
+            free_bytes=2 * 2**30,
+            recorded_bytes=2**30,
+            kind="cuda",
+        )
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
