@@ -205,7 +205,7 @@ class SpeculativeOutbox:
                 program.is_rejected, program.is_open = True, False
                 self.programs.remove(program)
             if request.action not in ("submit", "append"):
-                return  # the end of the program, or its lease, ends what was meant
+                return  # what was to end will end with its program, or with the program's lease
             # Calls of a program that ended before this reply may be in another program already.
             records = [record for record in request.records if record.program == program.id]
             for record in records:

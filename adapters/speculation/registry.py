@@ -35,7 +35,7 @@ CallListener: TypeAlias = Callable[["Event | Exception"], None]
 """Receives the events of one call; an exception means that no event follows."""
 
 _STOP_CODES = "program."
-"""Beginning of the codes with which a server that stops a program kills its nodes."""
+"""Prefix of the codes of nodes that were killed because the server stopped their program."""
 _PLAN_FAULTS = ("expr.", "program.", "variable.")
 """Prefixes of codes that a node can fail with because of its plan."""
 

@@ -274,9 +274,8 @@ class ChainRun:
     def end(self, *, is_failed: bool) -> RunStats:
         """End the run.
 
-        Its programs are cancelled if the chain failed or sent calls have not ended; otherwise they
-        are closed.
-        Blocks until programs are cancelled. Closing is not waited for.
+        Cancel its programs if the chain failed, or if a call that was sent has not ended. Otherwise
+        close them. Blocks until programs are cancelled. Closing is not waited for.
         """
         if self._end(is_failed=is_failed):
             self._run.wait_until_sent()

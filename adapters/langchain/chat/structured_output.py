@@ -6,8 +6,8 @@ through the model's `response_format` or the schema of a tool.
 Invariant: an answer that was cut by its maximum length, or that violates a part of the schema that
 is not enforced, is an error, and its text is not repaired. Every other answer matches the JSON
 schema. A parser then fails only if a validator of a pydantic class rejects the value or, with
-`json_mode`, if a field is missing or invalid. A stream has values of the incomplete text before
-such an error.
+`json_mode`, if a field is missing or invalid. Before such an error, a stream yields the values that
+were parsed from the incomplete text.
 """
 
 from __future__ import annotations
