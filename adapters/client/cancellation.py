@@ -1,4 +1,4 @@
-"""Context managers that cancel a program if the block that uses it does not complete.
+"""Context managers that cancel a program if the block that submits or uses it does not complete.
 
 Invariants: the exception of the block is raised unchanged. An error of the cancellation itself is
 ignored, for example if the client was closed meanwhile; a server that does not answer delays the
@@ -12,11 +12,50 @@ import contextlib
 from collections.abc import Iterator
 
 from conure.server.program.errors import ConureError
+from conure.server.program.status import Accepted
 
-from .async_client import AsyncRun
+from .async_client import AsyncClient, AsyncRun
 from .exchange.problems import ServerUnreachableError
 from .exchange.retry import CANCEL_TIMEOUT_S
-from .sync_client import Run
+from .sync_client import Client, Run
+
+
+@contextlib.contextmanager
+def cancel_unless_submitted(client: Client, program: str) -> Iterator[None]:
+    """Cancel a program if the block that submits it is interrupted.
+
+    The server may have accepted the submission, and only this caller knows the id. An error of the
+    client is no interruption: the server has rejected the submission, or cannot be reached.
+
+    Args:
+        client: client that submits the program.
+        program: id that the caller has chosen.
+    """
+    try:
+        yield
+    except ConureError:
+        raise
+    except BaseException:
+        with contextlib.suppress(ConureError, RuntimeError):
+            Run(client, _accepted(program)).cancel(timeout_s=CANCEL_TIMEOUT_S)
+        raise
+
+
+def acancel_unless_submitted(client: AsyncClient, program: str) -> contextlib.AsyncExitStack:
+    """Do what `cancel_unless_submitted` does, for an asynchronous client."""
+
+    async def cancel_if_interrupted(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, ConureError):
+            with contextlib.suppress(ConureError, RuntimeError):
+                await AsyncRun(client, _accepted(program)).cancel(timeout_s=CANCEL_TIMEOUT_S)
+
+    stack = contextlib.AsyncExitStack()
+    stack.push_async_exit(cancel_if_interrupted)
+    return stack
+
+
+def _accepted(program: str) -> Accepted:
+    return Accepted(id=program, status="accepted", outputs=[], url="")
 
 
 @contextlib.contextmanager

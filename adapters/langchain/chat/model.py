@@ -40,7 +40,12 @@ from conure.server.program.ir import Json
 
 from ...call_errors import application_errors
 from ...client import AsyncRun, Run
-from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
+from ...client.cancellation import (
+    acancel_unless_completed,
+    acancel_unless_submitted,
+    cancel_unless_completed,
+    cancel_unless_submitted,
+)
 from ...client.connection import attach_arguments
 from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
@@ -416,9 +421,9 @@ class ChatConure(ChatSettings):
             chain_run: the run of the accelerated chain around it.
             **arguments: further arguments of `Client.submit`.
         """
-        run = self.connection().submit(
-            call.program(self.timeout), retry_within_s=self.timeout, **arguments
-        )
+        client, program = self.connection(), call.program(self.timeout)
+        with cancel_unless_submitted(client, program["id"]):
+            run = client.submit(program, retry_within_s=self.timeout, **arguments)
         if chain_run is not None:
             chain_run.note_direct_program(run.id)
         return run
@@ -427,9 +432,9 @@ class ChatConure(ChatSettings):
         self, call: ModelCall, chain_run: ChainRun | None, **arguments: Any
     ) -> AsyncRun:
         """`_submit`, with await."""
-        run = await self.async_connection().submit(
-            call.program(self.timeout), retry_within_s=self.timeout, **arguments
-        )
+        client, program = self.async_connection(), call.program(self.timeout)
+        async with acancel_unless_submitted(client, program["id"]):
+            run = await client.submit(program, retry_within_s=self.timeout, **arguments)
         if chain_run is not None:
             chain_run.note_direct_program(run.id)
         return run

@@ -16,6 +16,7 @@ from typing import Final
 from conure.server.program.ir import Json
 from conure.server.program.seed import seed_of_answer
 
+from ...client.exchange.programs import new_id
 from .sessions import ResumedSession
 
 ANSWER: Final = "answer"
@@ -62,14 +63,18 @@ class ModelCall:
         return first
 
     def program(self, timeout_s: float | None) -> dict[str, Json]:
-        """Return the submission of the call."""
+        """Return a new submission of the call.
+
+        It has an id, so that an interrupted caller can cancel it before the server answers.
+        """
         options: dict[str, Json] = {}
         if timeout_s is not None:
             options["deadline_s"] = timeout_s
         if self.session is not None:
             options["session"] = self.session
         program = {"name": "ChatConure", "nodes": list(self.nodes), "outputs": self.answers}
-        return {"program": program, "options": options} if options else {"program": program}
+        submission: dict[str, Json] = {"id": new_id(), "program": program}
+        return {**submission, "options": options} if options else submission
 
 
 def answer_nodes(node: dict[str, Json], num_answers: int) -> tuple[dict[str, Json], ...]:

@@ -18,7 +18,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
 
-from conure.adapters.client import Client, NotReadyError, Retry
+from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
 from conure.server.program.errors import ConureError, RunError, UnavailableError
 
@@ -94,6 +94,58 @@ async def test_call_takes_one_exchange(llm: ChatConure, double: Any, kit: Any) -
     assert [seen.method for seen in double.seen] == ["POST"] * 4
     whole = "types=program.finished&types=variable.committed"
     assert [seen.query for seen in double.seen] == [whole, whole, "", ""]
+    await llm.async_connection().close()
+
+
+CALLS: dict[str, Callable[[ChatConure], Any]] = {
+    "invoke": lambda llm: llm.invoke("a"),
+    "stream": lambda llm: list(llm.stream("a")),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_call_that_is_interrupted_while_it_is_submitted_is_cancelled(
+    llm: ChatConure, double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(llm.connection()._settings), "unreachable", interrupt)
+    double.answer("POST", "/v1/programs", kit.Answer(is_lost=True))
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[way](llm)
+    (post,) = double.of("POST", "/v1/programs")
+    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_task_that_is_cancelled_while_it_submits_a_call_cancels_it(
+    llm: ChatConure, double: Any, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    is_accepted = asyncio.Event()
+    submit = AsyncClient.submit
+
+    async def accept(*args: Any, **kwargs: Any) -> Any:
+        await submit(*args, **kwargs)
+        is_accepted.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AsyncClient, "submit", accept)
+
+    async def call() -> None:
+        if is_streamed:
+            await anext(llm.astream("a"))
+        else:
+            await llm.ainvoke("a")
+
+    calling = asyncio.create_task(call())
+    await is_accepted.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    (post,) = double.of("POST", "/v1/programs")
+    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
     await llm.async_connection().close()
 
 
