@@ -7,8 +7,9 @@ becomes a dict with a reserved key that states its kind, so that `decode` restor
     {1: "one"}   {"__langchain_items__": [[1, "one"]]}
     Colour.RED   {"__langchain_object__": "module:Colour", "value": "red"}
 
-Messages, Documents and other pydantic objects, dataclasses and enums are objects. `decode` looks
-their classes up among the classes that the process has loaded, and never imports a module.
+Messages, Documents and other pydantic objects, dataclasses and enums are objects. A pydantic object
+keeps its private attributes, and which of its fields are set. `decode` looks classes up among those
+that the process has loaded, and never imports a module.
 
 Invariant: a value that would not be equal after a round trip is rejected, never approximated.
 Subclasses of text, numbers and dicts are equal to what JSON makes of them.
@@ -39,6 +40,12 @@ _OBJECT: Final = "__langchain_object__"
 _TUPLE: Final = "__langchain_tuple__"
 _ITEMS: Final = "__langchain_items__"
 _LOCAL: Final = "__langchain_local__"
+_VALUE: Final = "value"
+_SET: Final = "set"
+"""Fields of a pydantic object that are set, if they are not all of its fields."""
+_PRIVATE: Final = "private"
+"""Private attributes of a pydantic object, if it has any."""
+_OBJECT_KEYS: Final = frozenset({_OBJECT, _VALUE, _SET, _PRIVATE})
 _RESERVED_KEYS: Final = frozenset({_MESSAGE, _OBJECT, _TUPLE, _ITEMS, _LOCAL})
 _MIN_INTEGER: Final = -(2**63)
 _MAX_INTEGER: Final = 2**64 - 1
@@ -179,8 +186,8 @@ def decode(value: Json) -> Any:
         if local is None:
             raise ProgramError("langchain.local", "a value is known to the process that made it")
         return local.get(value[_LOCAL])
-    if value.keys() == {_OBJECT, "value"}:
-        return _object_of(value[_OBJECT], decode(value["value"]))
+    if {_OBJECT, _VALUE} <= value.keys() <= _OBJECT_KEYS:
+        return _object_of(value)
     return {key: decode(item) for key, item in value.items()}
 
 
@@ -196,10 +203,24 @@ def _marked(value: Any, what: str) -> Json:
         items = value.items()
         pairs = [[encode(k, what=f"a key of {what}"), encode(v, what=what)] for k, v in items]
         return {_ITEMS: pairs}
+    marked = _marked_object(value, what)
+    return marked if marked is not None and _is_restored(marked, value) else None
+
+
+def _marked_object(value: Any, what: str) -> Json:
+    """Return JSON with the class and the content of an object; None for other values."""
     content: Any
+    more: dict[str, Json] = {}
     if isinstance(value, BaseModel):
-        content = {name: getattr(value, name) for name in type(value).model_fields}
-        content |= value.model_extra or {}
+        state = BaseModel.__getstate__(value)
+        names = type(value).model_fields
+        # Cached properties are in the same dict.
+        content = {name: each for name, each in state["__dict__"].items() if name in names}
+        content |= state["__pydantic_extra__"] or {}
+        if value.model_fields_set != content.keys():
+            more[_SET] = sorted(value.model_fields_set)
+        if state["__pydantic_private__"]:
+            more[_PRIVATE] = encode(state["__pydantic_private__"], what=what)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         if _has_other_attributes(value, content):
@@ -208,8 +229,7 @@ def _marked(value: Any, what: str) -> Json:
         content = value.value
     else:
         return None
-    marked = {_OBJECT: _name_of(type(value)), "value": encode(content, what=what)}
-    return marked if _is_restored(marked, value) else None
+    return {_OBJECT: _name_of(type(value)), _VALUE: encode(content, what=what), **more}
 
 
 def _has_other_attributes(value: Any, fields: Mapping[str, Any]) -> bool:
@@ -227,16 +247,38 @@ def _is_restored(marked: Json, value: Any) -> bool:
         return False
 
 
-def _object_of(name: str, content: Any) -> Any:
-    """Return an object of the named class. Its constructor and validators do not run again."""
-    kind = _class_named(name)
+def _object_of(marked: Mapping[str, Json]) -> Any:
+    """Return the object that `_marked_object` describes.
+
+    Its constructor, validators and hooks do not run again.
+    """
+    kind, content = _class_named(marked[_OBJECT]), decode(marked[_VALUE])
     if issubclass(kind, BaseModel):
-        return kind.model_construct(**content)
+        return _model_of(kind, content, marked)
     if issubclass(kind, Enum):
         return kind(content)
     restored = object.__new__(kind)
     for field, value in content.items():
         object.__setattr__(restored, field, value)
+    return restored
+
+
+def _model_of(
+    kind: type[BaseModel], content: Mapping[str, Any], marked: Mapping[str, Json]
+) -> BaseModel:
+    """Return a pydantic object from the state that pydantic pickles; see `_marked_object`."""
+    fields = {name: each for name, each in content.items() if name in kind.model_fields}
+    extra = {name: each for name, each in content.items() if name not in fields}
+    private: dict[str, Any] | None = {} if kind.__private_attributes__ else None
+    restored = kind.__new__(kind)
+    restored.__setstate__(
+        {
+            "__dict__": fields,
+            "__pydantic_extra__": extra if kind.model_config.get("extra") == "allow" else None,
+            "__pydantic_fields_set__": set(marked.get(_SET, content)),
+            "__pydantic_private__": decode(marked[_PRIVATE]) if _PRIVATE in marked else private,
+        }
+    )
     return restored
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.prompt_values import StringPromptValue
-from pydantic import BaseModel
+from pydantic import BaseModel, PrivateAttr, RootModel
 
 from conure.adapters.langchain.chat.json_values import EncodedValue, LocalValues, decode, encode
 from conure.server.program.errors import ProgramError
@@ -60,6 +60,30 @@ class Measured:
 
 class Note(HumanMessage):
     """A message class of an application."""
+
+
+class Patch(BaseModel):
+    name: str | None = None
+    age: int | None = None
+
+
+class Open(Patch, extra="allow"):
+    @cached_property
+    def length(self) -> int:
+        return len(self.name or "")
+
+
+class Names(RootModel[list[str]]):
+    pass
+
+
+class Counted(BaseModel):
+    words: list[str]
+    _num_words: int = PrivateAttr(0)
+
+    def model_post_init(self, context: Any) -> None:
+        self.words.append("end")
+        self._num_words = len(self.words)
 
 
 class Secret(BaseModel):
@@ -109,6 +133,9 @@ def test_decoded_values_are_equal(value: Any) -> None:
         AIMessage("x", additional_kwargs={"range": (1, 2)}),
         ToolMessage("x", tool_call_id="1", artifact=Point(1, ("a", 2))),
         Note(content="x"),
+        Open(name="Ann", city="Oslo"),  # type: ignore[call-arg]  # an extra field
+        Names(["Ann"]),
+        Counted(words=["a"]),
     ],
 )
 def test_decoded_objects_have_their_class(value: Any) -> None:
@@ -118,6 +145,24 @@ def test_decoded_objects_have_their_class(value: Any) -> None:
     assert type(restored) is type(value)
     with pytest.raises(ProgramError, match="for a prompt"):
         encode([value], what="it", is_plain=True)
+
+
+def test_a_decoded_object_has_the_fields_that_were_set() -> None:
+    for value in (Patch(name="Ann"), Open(age=3, city="Oslo"), Patch(name=None, age=None)):  # type: ignore[call-arg]  # an extra field
+        restored = decode(encode(value, what="it"))
+        assert restored.model_dump(exclude_unset=True) == value.model_dump(exclude_unset=True)
+        assert restored.model_fields_set == value.model_fields_set
+
+
+def test_hooks_of_a_decoded_object_do_not_run_again() -> None:
+    restored = decode(encode(Counted(words=["a"]), what="it"))
+    assert (restored.words, restored._num_words) == (["a", "end"], 2)
+
+
+def test_a_cached_property_of_an_object_is_no_field() -> None:
+    value = Open(name="Ann")
+    assert value.length == 3
+    assert decode(encode(value, what="it")).model_extra == {}
 
 
 @pytest.mark.parametrize(
