@@ -38,7 +38,7 @@ from ...speculation.planned_call import PlannedCall
 from ..chat.answer_cache import cache_of
 from ..chat.model import ChatConure
 from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPartError, unsupported
-from ..compilation.compiler import ChainCompiler, merged_config
+from ..compilation.compiler import ChainCompiler, merged_config, outside_of_runs
 from ..compilation.control_flow import CONTROL
 from ..compilation.traversal import is_opaque, is_other_model
 from ..compilation.values import AnswerValue, ClientValue, Record, Source, Value
@@ -58,8 +58,14 @@ def plan_of(
         chain: any Runnable.
         identity: models with this identity (`identity_of`) are planned, others are awaited.
         prefix: prefix of all names in the plan.
-        config: configuration of the chain's run; decides the values of configurable fields.
+        config: decides the values of configurable fields. None: their defaults.
     """
+    return outside_of_runs(lambda: _plan_of(chain, identity, prefix, config))
+
+
+def _plan_of(
+    chain: Runnable[Any, Any], identity: object, prefix: str, config: RunnableConfig | None
+) -> ChainPlan:
     # A Runnable made from a callable without `__name__` has no attribute `name`.
     graph = ChainGraph(getattr(chain, "name", None) or "chain", prefix=prefix)
     compiler = _PlanningCompiler(graph, identity)
@@ -74,8 +80,8 @@ def plan_of(
         PlannedCall(place, answer.call.variable, node, frozenset(_reads(node)))
         for (place, answer), node in zip(compiler.calls.items(), nodes, strict=True)
     )
-    # A chain whose only call reads everything before it gains nothing from running ahead; the call
-    # is sent when the chain reaches it.
+    # If the only call of a chain reads everything that the chain computes before it, running ahead
+    # gains nothing: the call is sent when the chain reaches it.
     is_direct = len(calls) == 1 and not compiler.may_grow and compiler.reads_all(calls[0])
     return ChainPlan(
         calls,
@@ -196,18 +202,23 @@ class _PlanningCompiler(ChainCompiler):
     def _compile_model(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
     ) -> AnswerValue:
-        if identity_of(model) != self._identity:
-            raise unsupported(position, "a model of another server, or with other headers")
-        if model.cache is True or cache_of(model.cache) is not None:
-            raise unsupported(position, "LangChain's cache may have the answer")
-        if model.rate_limiter is not None:
-            raise unsupported(position, "its rate limiter decides when it runs")
         self.models.append(model)
         answer = super()._compile_model(model, kwargs, value, position)
         if not self.calls and not self._num_parallel:
             self._before_call = list(self._unread)
         self.calls[position.path] = answer
         return answer
+
+    def _check_model(self, model: ChatConure, position: ChainPosition) -> None:
+        if identity_of(model) != self._identity:
+            raise unsupported(position, "a model of another server, or with other headers")
+        if model.cache is True or cache_of(model.cache) is not None:
+            raise unsupported(position, "LangChain's cache may have the answer")
+        if model.rate_limiter is not None:
+            raise unsupported(position, "its rate limiter decides when it runs")
+
+    def _limits_of(self, model: ChatConure) -> dict[str, float]:
+        return {}  # the time of a call begins when the chain makes it
 
     def _await(
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition, why: str

@@ -272,7 +272,7 @@ class ChainGraph:
             name = self.exported_variable(value, position, is_printed=is_printed)
             return lambda: {"var": name}
         if isinstance(value, PromptTurnsValue) and not is_printed:
-            return value.expression
+            return prompt_expression(value, position)
         if isinstance(value, PromptTurnsValue):
             advice = "a model and `| StrOutputParser()` after the prompt"
         else:
@@ -370,6 +370,21 @@ class ChainGraph:
             return {**rest, **{key: part(arguments[key]) for key, part in deserializers.items()}}
 
         return args, deserialize_record
+
+
+def prompt_expression(value: PromptTurnsValue, position: ChainPosition) -> DeferredJson:
+    """Return the expression of a prompt's message list.
+
+    Raises:
+        ProgramError: if a message has content other than text.
+    """
+    if not value.is_text_only:
+        raise unsupported(
+            position,
+            "a message of the prompt has content other than text, such as an image, which a "
+            "program cannot pass on; let a function return the message",
+        )
+    return value.expression
 
 
 def _with_tag(index: int, expression: DeferredJson) -> DeferredJson:

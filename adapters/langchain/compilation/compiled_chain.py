@@ -18,7 +18,7 @@ from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 from conure.server.program.status import Receipt
 
-from ...client import AsyncClient, Client, StepResult
+from ...client import AsyncClient, Client, NotReadyError, StepResult
 from ..chat.json_values import LocalValues
 from .chain_graph import ChainClientStep, ChainGraph, ChainPosition, unsupported
 from .deserializers import deserializer
@@ -129,6 +129,7 @@ class CompiledChain:
             **options: `objectives` and `options` of the submission.
 
         Raises:
+            NotReadyError: if a call took longer than the `timeout` of its model.
             ConureError: if the program failed; its cause is the exception of a function, if any.
             Exception: as LangChain, if a part that ran reads a missing input.
         """
@@ -144,7 +145,7 @@ class CompiledChain:
         with local.active():
             submission = self._submission(input, errors)
             functions = self._functions(_run_step, errors, local)
-            with _raising_deferred_errors(errors):
+            with _chain_errors(errors):
                 result = client.run(submission, functions=functions, **options)
             return self._outcome(input, result)
 
@@ -154,7 +155,7 @@ class CompiledChain:
         with local.active():
             submission = self._submission(input, errors)
             functions = self._functions(_arun_step, errors, local)
-            with _raising_deferred_errors(errors):
+            with _chain_errors(errors):
                 result = await client.run(submission, functions=functions, **options)
             return self._outcome(input, result)
 
@@ -216,14 +217,19 @@ class CompiledChain:
 
 
 @contextlib.contextmanager
-def _raising_deferred_errors(errors: DeferredErrors) -> Iterator[None]:
-    """Raise the error of a deferred value instead of the program failure that it caused."""
+def _chain_errors(errors: DeferredErrors) -> Iterator[None]:
+    """Raise the errors that the chain would raise instead of the failures of its program.
+
+    These are the error of a deferred value and the timeout of a model.
+    """
     try:
         yield
     except ConureError as failure:
         cause = errors.cause_of(failure)
         if cause is not None:
             raise cause from failure
+        if failure.code == "node.timeout":  # only nodes of models have a time limit
+            raise NotReadyError("client.not_ready", failure.message) from failure
         raise
 
 

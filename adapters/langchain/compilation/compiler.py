@@ -12,11 +12,13 @@ fails where the chain would fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
+from langchain_core.caches import BaseCache
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompts import BasePromptTemplate
@@ -34,17 +36,28 @@ from langchain_core.runnables import (
     RunnableSequence,
 )
 from langchain_core.runnables.base import RunnableBindingBase, coerce_to_runnable
-from langchain_core.runnables.config import merge_configs
+from langchain_core.runnables.config import (
+    ensure_config,
+    merge_configs,
+    var_child_runnable_config,
+)
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.tools import BaseTool
 
 from ..chat.call_options import num_answers_of
 from ..chat.model import ChatConure
-from .chain_graph import ChainGraph, ChainPosition, unsupported
+from .chain_graph import ChainGraph, ChainPosition, prompt_expression, unsupported
 from .compiled_chain import CompiledChain
 from .control_flow import CONTROL, compile_control_flow
 from .prompts import render
-from .traversal import is_opaque, is_other_model, models_of
+from .traversal import (
+    chosen_fields,
+    configurable_ids,
+    is_opaque,
+    is_other_model,
+    models_of,
+    with_arguments,
+)
 from .value_steps import compile_pick, compile_text_parser, described, item_of
 from .values import (
     AnswerTextValue,
@@ -58,10 +71,12 @@ from .values import (
     Value,
 )
 
+T = TypeVar("T")
+
 _TEXT_OPERATORS: Final = ((str.strip, "strip"), (str.lower, "lower"))
 """Functions of text, and the operators that compute the same on the server."""
 
-_CONFIG_OF_ONE_RUN: Final = ("callbacks", "run_id", "run_name")
+_CONFIG_OF_ONE_RUN: Final = ("run_id", "run_name")
 
 
 def to_program(
@@ -83,11 +98,24 @@ def to_program(
     if inputs is not None:
         root = value
         value = Record({key: item_of(root, key, ChainPosition("chain", "")) for key in inputs})
-    position = ChainPosition("chain", "answer")
-    result = ChainCompiler(graph).compile(chain, value, position)
+    configurable = ensure_config().get("configurable", {})
+    fields = chosen_fields(configurable, set(configurable_ids(chain)))
+    position = ChainPosition("chain", "answer", {"configurable": fields} if fields else {})
+    compiler = ChainCompiler(graph)
+    result = outside_of_runs(lambda: compiler.compile(chain, value, position))
     keys = list(value.fields) if isinstance(value, Record) else None
     reduced = (_recompile, (runnable, keys, name))
     return CompiledChain(graph, result, position, reduced=reduced)
+
+
+def outside_of_runs(function: Callable[[], T]) -> T:
+    """Call a function in a context without a run of LangChain.
+
+    LangChain adds the config of such a run, with its callbacks, to every config that it merges.
+    """
+    context = copy_context()
+    context.run(var_child_runnable_config.set, None)
+    return context.run(function)
 
 
 def _recompile(runnable: Any, inputs: list[str] | None, name: str | None) -> CompiledChain:
@@ -99,6 +127,8 @@ class ChainCompiler:
 
     def __init__(self, graph: ChainGraph) -> None:
         self.graph = graph
+        self._first_model: tuple[ChatConure, str] | None = None
+        """The first model of the program, and its path."""
 
     def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Add a Runnable to the graph, and return its symbolic output."""
@@ -253,6 +283,9 @@ class ChainCompiler:
             return self.compile(merged, value, step_position)
         if _is_function(bound):
             return self._compile_functions([binding], value, position)
+        passed_on = with_arguments(bound, binding.kwargs)
+        if passed_on is not None:
+            return self.compile(passed_on, value, step_position)
         names = ", ".join(binding.kwargs)
         raise unsupported(
             position,
@@ -262,6 +295,7 @@ class ChainCompiler:
     def _compile_model(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
     ) -> AnswerValue:
+        self._check_model(model, position)
         prompt = self._prompt(value, position)
         try:
             model.node("", "", [], kwargs)  # checks the arguments
@@ -275,14 +309,48 @@ class ChainCompiler:
                 "remove n, or run several calls in parallel",
             )
 
+        limits = self._limits_of(model)
+
         def node(node_id: str, variable: str, form: str) -> Any:
-            return model.node(node_id, variable, prompt.wire(), kwargs, form=form)
+            return {**model.node(node_id, variable, prompt.wire(), kwargs, form=form), **limits}
 
         call = self.graph.add_call(position.hint, node)
         # With tools, the answer is more than its text.
         call.is_message = bool(kwargs.get("tools"))
         call.arguments = kwargs
         return AnswerValue(call)
+
+    def _check_model(self, model: ChatConure, position: ChainPosition) -> None:
+        """Refuse a model whose calls a program cannot make as LangChain does."""
+        if position.config.get("callbacks") or model.callbacks:
+            raise unsupported(
+                position,
+                "callbacks of a model are not called for a chain that runs on a server; remove "
+                "them",
+            )
+        if model.cache is True or isinstance(model.cache, BaseCache):
+            raise unsupported(
+                position,
+                "a program does not read LangChain's cache; remove `cache` from the model",
+            )
+        if model.rate_limiter is not None:
+            raise unsupported(
+                position,
+                "the server decides when a call runs; remove `rate_limiter` from the model",
+            )
+        if self._first_model is None:
+            self._first_model = (model, position.path)
+        first, path = self._first_model
+        is_same = (model.client, model.base_url) == (first.client, first.base_url)
+        if not is_same and model.connection().server != first.connection().server:
+            raise unsupported(
+                position,
+                f"a model of another server than that of {path}; a program runs on one server",
+            )
+
+    def _limits_of(self, model: ChatConure) -> dict[str, float]:
+        """Return the fields of a node that limit the time of its call."""
+        return {} if model.timeout is None else {"timeout_s": model.timeout}
 
     def _prompt(self, value: Value, position: ChainPosition) -> PromptTurnsValue:
         """Return the prompt that a chat model makes of a value."""
@@ -294,7 +362,7 @@ class ChainCompiler:
             return PromptTurnsValue((Turn("user", (value.call.segment,)),))
         if isinstance(value, BranchedValue):
             lists = self.graph.map_bodies(
-                value, lambda each: self._prompt(each, position).expression
+                value, lambda each: prompt_expression(self._prompt(each, position), position)
             )
             return PromptTurnsValue(({"splice": value.outputs.export(lists)},))
         raise unsupported(

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from langchain_core.runnables import (
     RouterRunnable,
     Runnable,
+    RunnableBinding,
     RunnableBranch,
     RunnableWithFallbacks,
 )
@@ -167,7 +168,7 @@ def _compile_condition(
 
 def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition) -> DeferredJson:
     if isinstance(result, BranchedValue):
-        # What leaves the node is a value with the index of its body, and always true.
+        # The value that leaves the node carries the index of its body, so it would always be true.
         variable = result.outputs.export(
             graph.map_bodies(result, lambda each: _truth_expression(graph, each, position))
         )
@@ -216,10 +217,12 @@ def _compile_router(
     return route(0)
 
 
-def _require_route(names: Sequence[str], key: Any) -> Any:
-    if key not in names:
+def _require_route(names: Sequence[str], key: Any) -> str:
+    """Return the name of a route. A key of another class, such as an Enum, may equal its name."""
+    found = next((name for name in names if name == key), None)
+    if found is None:
         raise ValueError(f"No runnable associated with key '{key}'")  # LangChain's message
-    return key
+    return found
 
 
 def _checked_key(
@@ -306,15 +309,29 @@ def _compile_retry(
             "remove retry_if_exception_type",
         )
     num_retries = runnable.max_attempt_number - 1
+    if num_retries < 0:  # LangChain's form of "without a limit"
+        raise unsupported(
+            position,
+            f"RunnableRetry has stop_after_attempt={runnable.max_attempt_number}, which sets no "
+            f"limit; a program allows at most {MAX_RETRIES + 1} attempts, so set a limit",
+        )
     if num_retries > MAX_RETRIES:
         raise unsupported(
             position,
             f"RunnableRetry makes {num_retries + 1} attempts; a program allows at most "
             f"{MAX_RETRIES + 1}",
         )
+    bound = runnable.bound
+    if runnable.kwargs or runnable.config or runnable.config_factories:
+        bound = RunnableBinding(
+            bound=bound,
+            kwargs=runnable.kwargs,
+            config=runnable.config,
+            config_factories=runnable.config_factories,
+        )
 
     def part() -> Value:
-        return compiler.compile(runnable.bound, value, position.child(".bound", "try"))
+        return compiler.compile(bound, value, position.child(".bound", "try"))
 
     return _add_try(compiler.graph, (part,), position, num_retries=num_retries)
 

@@ -2,7 +2,7 @@
 
 Responsibility: an f-string template becomes segments, so that its static text stays static. The
 client renders any other template (mustache, jinja2, few-shot, images) as a whole, if all of its
-variables are client values.
+variables are client values. The prompt is then a client value, too.
 
 Invariants: a prompt that LangChain would render differently is rejected. A value that exists only
 on the server cannot be passed to Python's `str()`: the server prints dicts as Python does, and
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 from langchain_core.messages import BaseMessage
+from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import (
     BasePromptTemplate,
     ChatMessagePromptTemplate,
     ChatPromptTemplate,
     MessagesPlaceholder,
     PromptTemplate,
-    StringPromptTemplate,
 )
 from langchain_core.prompts.chat import (
     AIMessagePromptTemplate,
@@ -35,6 +35,7 @@ from conure.server.program.ir import Json
 
 from ..chat.messages import to_wire
 from .chain_graph import ChainGraph, ChainPosition, unsupported
+from .traversal import is_opaque
 from .values import (
     VALUE_KINDS,
     AnswerTextValue,
@@ -104,9 +105,14 @@ def render(
             f"this {type(template).__name__} is rendered by the client, "
             f"but {VALUE_KINDS[type(value)]} exists only on the server; use an f-string template",
         )
-    prompt = local.then(template.invoke, "messages")
-    is_text = isinstance(template, StringPromptTemplate)
-    return PromptTurnsValue(({"splice": graph.view_variable(prompt, "messages")},), is_text=is_text)
+    return local.then(_rendering(template), "messages")
+
+
+def _rendering(template: BasePromptTemplate[Any]) -> Callable[[Any], PromptValue]:
+    """Return the function that renders a template. `invoke` would start a run of LangChain."""
+    if is_opaque(template):  # its class may override `invoke`
+        return template.invoke
+    return lambda given: template.format_prompt(**template._validate_input(given))
 
 
 def _is_plain(template: BasePromptTemplate[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partialmethod
 from types import FunctionType
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.runnables import (
     RouterRunnable,
+    Runnable,
     RunnableAssign,
+    RunnableBinding,
     RunnableBranch,
     RunnableParallel,
     RunnableSequence,
@@ -20,7 +22,9 @@ from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
 from langchain_core.runnables.configurable import (
     DynamicRunnable,
     RunnableConfigurableAlternatives,
+    RunnableConfigurableFields,
 )
+from langchain_core.runnables.retry import RunnableRetry
 
 from ..chat.model import ChatConure
 
@@ -32,8 +36,11 @@ def is_opaque(runnable: Any) -> bool:
     """Return whether the class of a Runnable overrides a method of a class in a known package.
 
     The override may change the behaviour in any way, for example change a prompt before it is
-    sent. Only the application runs such a Runnable, as a whole.
+    sent. Only the application runs such a Runnable, as a whole. A `RunnableAssign` is run with its
+    mapper.
     """
+    if isinstance(runnable, RunnableAssign) and is_opaque(runnable.mapper):
+        return True
     kinds = type(runnable).__mro__
     known = [kind for kind in kinds if _is_known(kind)]
     own_methods = {
@@ -98,6 +105,60 @@ def parts_of(runnable: Any) -> Iterable[Any]:
             return (runnable.bound,)
         case _:
             return ()
+
+
+def with_arguments(
+    runnable: Runnable[Any, Any], kwargs: Mapping[str, Any]
+) -> Runnable[Any, Any] | None:
+    """Return a copy of a Runnable whose parts have the arguments that it passes on to them.
+
+    None if LangChain passes the arguments of such a Runnable to none of its parts.
+    """
+
+    def bind(part: Runnable[Any, Any]) -> Runnable[Any, Any]:
+        return RunnableBinding(bound=part, kwargs=kwargs)
+
+    changes: dict[str, Any]
+    match runnable:
+        case RunnableSequence():
+            changes = {"first": bind(runnable.first)}
+        case RunnableBranch():
+            arms = [(condition, bind(arm)) for condition, arm in runnable.branches]
+            changes = {"branches": arms, "default": bind(runnable.default)}
+        case RunnableWithFallbacks():
+            others = [bind(each) for each in runnable.fallbacks]
+            changes = {"runnable": bind(runnable.runnable), "fallbacks": others}
+        case RunnableRetry():
+            changes = {"kwargs": {**runnable.kwargs, **kwargs}}
+        case RunnableEachBase():
+            changes = {"bound": bind(runnable.bound)}
+        case _:
+            return None
+    return runnable.model_copy(update=changes)
+
+
+def configurable_ids(runnable: Any) -> Iterator[str]:
+    """Yield the ids of the fields that a config can set in a chain."""
+    if isinstance(runnable, RunnableConfigurableFields):
+        yield from (field.id for field in runnable.fields.values())
+    if isinstance(runnable, RunnableConfigurableAlternatives):
+        yield runnable.which.id
+    for part in parts_of(runnable):
+        yield from configurable_ids(part)
+
+
+def chosen_fields(configurable: Mapping[str, Any], ids: Container[str]) -> dict[str, Any]:
+    """Return the entries of a config that set fields of a chain; others are for LangGraph.
+
+    Args:
+        configurable: by name, which may have a prefix: `alternative==key/id`.
+        ids: ids of the fields.
+    """
+    return {
+        name: value
+        for name, value in configurable.items()
+        if name in ids or name.rpartition("/")[2] in ids
+    }
 
 
 def _is_factory(alternative: Any) -> bool:

@@ -1,13 +1,16 @@
 """Steps of a chain that only select from a symbolic value: items, picks and text.
 
-Invariant: a step that LangChain would refuse for such a value is rejected.
+Invariants: a step that LangChain would refuse for such a value is rejected. A step of a client
+value starts no run of LangChain, because tracers would report the run.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from langchain_core.messages import BaseMessage
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration, Generation
 from langchain_core.runnables import RunnablePick
 
 from .chain_graph import ChainPosition, unsupported
@@ -54,7 +57,7 @@ def compile_pick(runnable: RunnablePick, value: Value, position: ChainPosition) 
         return value.each(lambda each: compile_pick(runnable, each, position))
     if isinstance(value, ClientValue):
         hint = runnable.keys if isinstance(runnable.keys, str) else ""
-        return value.then(runnable.invoke, hint, ("pick", str(runnable.keys)))
+        return value.then(runnable._pick, hint, ("pick", str(runnable.keys)))
     if not isinstance(value, Record):
         raise unsupported(position, f"RunnablePick requires a dict, got {described(value)}")
     keys = [runnable.keys] if isinstance(runnable.keys, str) else runnable.keys
@@ -77,10 +80,16 @@ def compile_text_parser(parser: StrOutputParser, value: Value, position: ChainPo
     if isinstance(value, AnswerTextValue):
         return value
     if isinstance(value, ClientValue):
-        return value.then(parser.invoke, step="text")
+        return value.then(lambda made: _parsed(parser, made), step="text")
     raise unsupported(
         position, f"StrOutputParser requires a message or text, got {described(value)}"
     )
+
+
+def _parsed(parser: StrOutputParser, made: Any) -> str:
+    if isinstance(made, BaseMessage):
+        return parser.parse_result([ChatGeneration(message=made)])
+    return parser.parse_result([Generation(text=made)])
 
 
 def described(value: Value) -> str:

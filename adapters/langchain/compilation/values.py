@@ -66,7 +66,8 @@ class Source:
     hint: str
     """Prefix of the names of its variables."""
     body: GraphBody | None = None
-    """Body that computes the source; a read in the same body fails with it. None: any body."""
+    """The body that computes the source. If that fails, the readers in this body fail, too. None:
+    the source belongs to no body, and any body may read it."""
     views: list[WireView] = field(default_factory=list)
 
     def view(
@@ -120,7 +121,7 @@ class WireView:
         The two values must be equal wherever both are needed, and this one must not fail where
         only `local` is needed.
         """
-        if local.path is None or local.path != self.local.path:
+        if local is not self.local and (local.path is None or local.path != self.local.path):
             return False
         if local.is_strict == self.local.is_strict:
             return True
@@ -183,8 +184,8 @@ class ClientValue:
     computed. A value with path None differs from all others.
     """
     is_strict: bool = True
-    """Whether it fails on a bare value, where another value with the same path also accepts one in
-    place of a dict."""
+    """Whether it fails if the source is a bare value instead of a dict. A value with the same path
+    that is not strict accepts both."""
 
     def then(
         self,
@@ -306,12 +307,22 @@ class PromptTurnsValue:
     is_text: bool = False
     """The template makes a text, not a chat."""
 
+    @property
+    def is_text_only(self) -> bool:
+        """Whether no message has content other than text, such as an image."""
+        contents = [each.get("content") for each in self.messages if isinstance(each, dict)]
+        lists = [content for content in contents if isinstance(content, list)]
+        return not any("part" in segment for content in lists for segment in content)
+
     def wire(self) -> list[dict[str, Json]]:
         """Return the messages for a node. Call this after compilation."""
         return [turn.wire() if isinstance(turn, Turn) else turn for turn in self.messages]
 
     def expression(self) -> Json:
-        """Return the expression of the message list. Call this after compilation."""
+        """Return the expression of the message list. Call this after compilation.
+
+        The messages are text (`is_text_only`).
+        """
         lists: list[Json] = []
         for message in self.wire():
             if "splice" in message:

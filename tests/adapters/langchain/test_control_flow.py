@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import StrEnum
 from operator import itemgetter
 from typing import Any
 
@@ -19,6 +20,7 @@ from langchain_core.runnables import (
     RunnableParallel,
     RunnablePassthrough,
 )
+from langchain_core.runnables.retry import RunnableRetry
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, to_program
@@ -28,6 +30,11 @@ from .shapes import TEXT, ask, shapes
 from .test_accelerate import comparable
 
 NAMES = list(shapes(ChatConure()))
+
+
+class Topic(StrEnum):
+    TEA = "tea"
+    SEA = "sea"
 
 
 def numbered(given: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +136,28 @@ def chains(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], list[Any]]]:
             | RouterRunnable({"sea": brief, "tea": say}),
             [{"x": "y"}],
         ),
+        "router on an Enum": (
+            {"key": RunnableLambda(lambda x: Topic(x)), "input": RunnablePassthrough()}
+            | RouterRunnable({"tea": say, "sea": brief}),
+            ["tea", "sea"],
+        ),
+        "arguments around a retry": (
+            ask("{x}") | llm.with_retry().bind(max_tokens=3) | TEXT | say,
+            ["tea"],
+        ),
+        "arguments of a retry": (
+            ask("{x}") | RunnableRetry(bound=llm, kwargs={"max_tokens": 3}) | TEXT | say,
+            ["tea"],
+        ),
+        "arguments around fallbacks": (
+            ask("{x}") | llm.with_fallbacks([llm]).bind(max_tokens=3) | TEXT | say,
+            ["tea"],
+        ),
+        "arguments around a branch": (
+            RunnableBranch((is_long, llm), llm).bind(max_tokens=3) | TEXT | say,
+            ["tea", "coffee"],
+        ),
+        "arguments around a sequence": ((llm | TEXT).bind(max_tokens=3) | say, ["tea"]),
         "fallback of a call that is too long": (
             (ask("{x}" * 1000) | llm).with_fallbacks([call]) | TEXT,
             ["tea", "x" * 100],
@@ -450,6 +479,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         SAY.with_retry(stop_after_attempt=12),
         "chain",
         "12 attempts; a program allows at most 11",
+    ),
+    "retries without a limit": (
+        SAY.with_retry(stop_after_attempt=0),
+        "chain",
+        "stop_after_attempt=0, which sets no limit; a program allows at most 11 attempts",
     ),
     "map over a text": (SAY | SAY.map(), "chain.steps[3]", "requires a list, got a model's text"),
     "message as a key": (

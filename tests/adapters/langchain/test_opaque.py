@@ -9,6 +9,7 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langchain_core.runnables import (
     Runnable,
+    RunnableAssign,
     RunnableBranch,
     RunnableLambda,
     RunnableParallel,
@@ -85,6 +86,7 @@ def chains(client: Client) -> dict[str, Runnable[Any, Any]]:
         "model's invoke": ask("{x}") | Shouting(**settings) | TEXT | ask("{y}") | llm | TEXT,
         "sequence": cast(Any, LoudSequence)(ask("{x}"), llm, TEXT) | ask("{y}") | llm | TEXT,
         "parallel": cast(Any, LoudParallel)(a=say, b=say) | ask("{a} {b}") | llm | TEXT,
+        "assign": RunnableAssign(cast(Any, LoudParallel)(a=say)) | ask("{x} {a}") | llm | TEXT,
         "function": say | LoudLambda(str.upper) | ask("{y}") | llm | TEXT,
         "passthrough": LoudPassthrough() | say,
         "branch": cast(Any, LoudBranch)((lambda x: True, say), say) | ask("{y}") | llm | TEXT,

@@ -399,6 +399,11 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     ),
     (lambda: prompt("{x}") | LLM.bind(n=2), "chain.steps[1]", "n=2 requests several answers"),
     (lambda: CALL.with_listeners(on_end=print), "chain", "listeners"),
+    (
+        lambda: CALL.bind(stop=["a"]),
+        "chain.steps[0]",
+        "does not use the arguments that are bound to it: stop",
+    ),
     (lambda: prompt("{x}") | LLM.bind(functions=[{}]), "chain.steps[1]", "functions"),
     (lambda: prompt("{x}") | print, "chain.steps[1]", "gets a prompt"),
     (lambda: prompt("{x}"), "chain", "ends with a prompt"),
