@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import coerce_to_runnable
+from langchain_core.runnables.config import ensure_config
 from langchain_core.runnables.graph import Graph
 from pydantic import PrivateAttr
 
@@ -29,7 +31,7 @@ from ..compilation.traversal import models_of
 from .active_run import ACTIVE_RUN, ActiveRun, current_run
 from .chain_run import ChainRun
 from .instrument import ChainInstrumenter
-from .plan import ChainPlan
+from .plan import NO_PLAN, ChainPlan
 from .planner import identity_of
 from .probes import PassthroughRunnable, aiterate_in, iterate_in
 from .run_stats import RunStats
@@ -223,7 +225,7 @@ class Accelerated(PassthroughRunnable):
             with ACTIVE_RUN.activate(active):
                 return (await self._instrumenter.copy.abatch([given], config, **kwargs))[0]
 
-    def _new_run(self, config: RunnableConfig | None, *, is_streamed: bool) -> ChainRun:
+    def _new_run(self, config: RunnableConfig, *, is_streamed: bool) -> ChainRun:
         client = None if self._model is None else self._model.connection()
         session = session_of_run(config)
         return ChainRun(client, self.get_name(), is_streamed=is_streamed, session=session)
@@ -237,36 +239,63 @@ class Accelerated(PassthroughRunnable):
         *,
         is_streamed: bool,
     ) -> Iterator[ActiveRun]:
-        run = self._new_run(config, is_streamed=is_streamed)
+        full = ensure_config(config)
+        run = self._new_run(full, is_streamed=is_streamed)
         is_failed = True
         try:
-            plan = self._instrumenter.plan(run.prefix(), config)
-            # LangChain passes the arguments of `invoke` to the first step, and the plan does not
-            # include them. Such a run plans nothing.
-            run.begin([] if kwargs else [(plan, plan.inputs(given))], is_start=True)
-            yield ActiveRun(run, plan)
+            yield self._begin(run, given, full, kwargs)
             is_failed = False
         finally:
             self._runs.append(run.end(is_failed=is_failed))
 
-    @contextlib.asynccontextmanager
-    async def _arunning(
+    def _arunning(
         self,
         given: Any,
         config: RunnableConfig | None,
         kwargs: Mapping[str, Any],
         *,
         is_streamed: bool,
-    ) -> AsyncIterator[ActiveRun]:
-        run = self._new_run(config, is_streamed=is_streamed)
-        is_failed = True
+    ) -> _AwaitedRun:
+        full = ensure_config(config)
+        run = self._new_run(full, is_streamed=is_streamed)
+        return _AwaitedRun(run, partial(self._begin, run, given, full, kwargs), self._runs)
+
+    def _begin(
+        self, run: ChainRun, given: Any, config: RunnableConfig, kwargs: Mapping[str, Any]
+    ) -> ActiveRun:
+        if kwargs:
+            return ActiveRun(run, NO_PLAN)
+        plan = self._instrumenter.plan(run.prefix(), config)
+        run.begin([(plan, plan.inputs(given))], is_start=True)
+        return ActiveRun(run, plan)
+
+
+class _AwaitedRun:
+    """Begins a run and ends it, around a block.
+
+    This is not an async generator, because streams use it; `owned_generator` gives the reason.
+    """
+
+    def __init__(
+        self, run: ChainRun, begin: Callable[[], ActiveRun], runs: deque[RunStats]
+    ) -> None:
+        """Args: `begin` starts the planned calls of `run`; `runs` receives its statistics."""
+        self._run = run
+        self._begin = begin
+        self._runs = runs
+
+    async def __aenter__(self) -> ActiveRun:
         try:
-            plan = self._instrumenter.plan(run.prefix(), config)
-            run.begin([] if kwargs else [(plan, plan.inputs(given))], is_start=True)
-            yield ActiveRun(run, plan)
-            is_failed = False
-        finally:
-            self._runs.append(await run.aend(is_failed=is_failed))
+            return self._begin()
+        except BaseException:
+            await self._end(is_failed=True)
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._end(is_failed=kind is not None)
+
+    async def _end(self, *, is_failed: bool) -> None:
+        self._runs.append(await self._run.aend(is_failed=is_failed))
 
 
 class _BatchOfOne(PassthroughRunnable):

@@ -29,7 +29,7 @@ from langchain_core.runnables.base import RunnableEachBase
 from langchain_core.runnables.retry import RunnableRetry
 
 from ..compilation.chain_graph import ChainPosition
-from ..compilation.traversal import is_opaque
+from ..compilation.traversal import chosen_fields, configurable_ids, is_opaque
 from .active_run import current_run
 from .plan import ChainPlan
 from .planner import plan_of
@@ -45,7 +45,7 @@ class ChainInstrumenter:
     def __init__(self, chain: Runnable[Any, Any], identity: object) -> None:
         self.chain = chain
         self._identity = identity
-        self.default_plan = plan_of(chain, identity=identity, prefix="", config=None)
+        self.default_plan = self._new_plan("", None)
         """The plan for configs without configurable fields."""
         self.copy = _Instrumenter(self.default_plan, identity).instrument(
             chain, ChainPosition("chain", "")
@@ -56,21 +56,31 @@ class ChainInstrumenter:
         """By prefix, for configs without configurable fields. Making the plans of a `.map()` over
         twenty items takes longer than the rest of the run before its request."""
 
-    def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
+    @functools.cached_property
+    def _configurable_ids(self) -> frozenset[str]:
+        """Ids of the fields that a config can set; they change the plan."""
+        return frozenset(configurable_ids(self.chain))
+
+    def plan(self, prefix: str, config: RunnableConfig) -> ChainPlan:
         """Return the plan of one run.
 
         Args:
             prefix: Prefix of the names in the plan.
-            config: Config of the chain's run.
+            config: Complete config of the chain's run, from `ensure_config`.
         """
-        if config and config.get("configurable"):
-            return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
+        configurable = config.get("configurable")
+        fields = chosen_fields(configurable, self._configurable_ids) if configurable else {}
+        if fields:
+            return self._new_plan(prefix, {"configurable": fields})
         plan = self._plans.get(prefix)
         if plan is None or not plan.is_current():
-            plan = plan_of(self.chain, identity=self._identity, prefix=prefix, config=None)
+            plan = self._new_plan(prefix, None)
             if prefix in self._plans or len(self._plans) < MAX_PLANS:
                 self._plans[prefix] = plan
         return plan
+
+    def _new_plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
+        return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
 
 
 class _Instrumenter:

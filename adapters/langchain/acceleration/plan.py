@@ -9,12 +9,10 @@ Out of scope: how a plan is made (`planner`) and how it runs (`chain_run`).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from langchain_core.globals import get_llm_cache
-from langchain_core.runnables.config import var_child_runnable_config
 from pydantic import BaseModel
 
 from conure.server.program.ir import Json
@@ -46,7 +44,7 @@ class AwaitedValue:
 
     def values(self, computed: Any) -> EncodedViews:
         """Return the value in each form that planned calls read."""
-        return _encode_unobserved(self.source, computed)
+        return _encode(self.source, computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,10 @@ class ChainPlan:
     names: frozenset[str] = frozenset()
     """Names of its nodes and variables, which other calls of the run must not have."""
     models: tuple[tuple[BaseModel, dict[str, Any]], ...] = ()
-    """The models of the calls, and their fields when the plan was made."""
+    """The models of the chain, and their fields when the plan was made."""
     has_cache: bool = False
-    """Whether LangChain had a global cache of answers, whose models are not planned."""
+    """Whether LangChain had a global cache of answers when the plan was made. Models that use the
+    cache are not planned."""
 
     def is_current(self) -> bool:
         """Return whether a new plan would have the same calls."""
@@ -78,16 +77,12 @@ class ChainPlan:
 
     def inputs(self, given: Any) -> dict[str, Json]:
         """Return the variables that the chain's input gives values to."""
-        return _encode_unobserved(self.root, given).values
+        return _encode(self.root, given).values
 
 
-def _encode_unobserved(source: Source, computed: Any) -> EncodedViews:
-    if _is_read_once(computed):
-        return EncodedViews({}, "it can be read only once, and the chain reads it")
-    # Parsers and templates compute some of the values. LangChain's callbacks must not see them.
-    context = copy_context()
-    context.run(var_child_runnable_config.set, None)
-    return context.run(_encode, source, computed)
+NO_PLAN: Final = ChainPlan((), {}, Source("input"), may_grow=False, is_direct=False)
+"""The plan of a chain that is called with arguments. LangChain passes them to a part of the chain,
+and plans do not include them."""
 
 
 def _is_read_once(computed: Any) -> bool:
@@ -96,6 +91,8 @@ def _is_read_once(computed: Any) -> bool:
 
 
 def _encode(source: Source, computed: Any) -> EncodedViews:
+    if _is_read_once(computed):
+        return EncodedViews({}, "it can be read only once, and the chain reads it")
     values: dict[str, Json] = {}
     reason = ""
     for view in source.views:

@@ -11,16 +11,19 @@ Invariant: outside an accelerated run, a wrapper only passes the call through.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.config import ensure_config
 from pydantic import PrivateAttr
 
+from ...client.owned_generator import OwnedGenerator
 from .active_run import ACTIVE_RUN, ActiveRun, current_run
-from .plan import ChainPlan
+from .chain_run import ChainRun
+from .plan import NO_PLAN, ChainPlan
 
 
 class PassthroughRunnable(RunnableBindingBase[Any, Any]):
@@ -147,12 +150,12 @@ class ChainPlanner(Protocol):
     copy: Runnable[Any, Any]
     """The chain with the probes whose values the plans await."""
 
-    def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
+    def plan(self, prefix: str, config: RunnableConfig) -> ChainPlan:
         """Return the plan of one run.
 
         Args:
             prefix: Prefix of the names in the plan.
-            config: Config of the chain's run.
+            config: Complete config of the chain's run, from `ensure_config`.
         """
         ...
 
@@ -168,12 +171,12 @@ class SubchainPlanner(PassthroughRunnable):
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Plan the Runnable and run it."""
-        with _activated(self._plan([input], config)[0]):
+        with _activated(self._plan([input], config, kwargs)[0]):
             return self.bound.invoke(input, config, **kwargs)
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Plan the Runnable and run it."""
-        with _activated(self._plan([input], config)[0]):
+        with _activated(self._plan([input], config, kwargs)[0]):
             return await self.bound.ainvoke(input, config, **kwargs)
 
     def batch(
@@ -185,7 +188,7 @@ class SubchainPlanner(PassthroughRunnable):
         **kwargs: Any,
     ) -> list[Any]:
         """Plan the Runnable for all inputs at once, then run it for each one independently."""
-        runs = self._plan(inputs, config)
+        runs = self._plan(inputs, config, kwargs)
         return Runnable.batch(
             _RunInContext(bound=self.bound),
             list(zip(runs, inputs, strict=True)),
@@ -203,7 +206,7 @@ class SubchainPlanner(PassthroughRunnable):
         **kwargs: Any,
     ) -> list[Any]:
         """Plan the Runnable for all inputs at once, then run it for each one independently."""
-        runs = self._plan(inputs, config)
+        runs = self._plan(inputs, config, kwargs)
         return await Runnable.abatch(
             _RunInContext(bound=self.bound),
             list(zip(runs, inputs, strict=True)),
@@ -219,7 +222,7 @@ class SubchainPlanner(PassthroughRunnable):
         **kwargs: Any,
     ) -> Iterator[Any]:
         """Plan the Runnable and run it."""
-        (active,) = self._plan([input], config)
+        (active,) = self._plan([input], config, kwargs)
         chunks = self.bound.stream(input, config, **kwargs)
         yield from chunks if active is None else iterate_in(active, chunks)
 
@@ -230,7 +233,7 @@ class SubchainPlanner(PassthroughRunnable):
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """Plan the Runnable and run it."""
-        (active,) = self._plan([input], config)
+        (active,) = self._plan([input], config, kwargs)
         chunks = self.bound.astream(input, config, **kwargs)
         async for chunk in chunks if active is None else aiterate_in(active, chunks):
             yield chunk
@@ -241,14 +244,25 @@ class SubchainPlanner(PassthroughRunnable):
         config: RunnableConfig | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Plan the Runnable for the whole input, and run it."""
-        if current_run() is None:
+        """Plan the Runnable for the whole input, and run it.
+
+        The input of a Runnable without planned calls is passed on as it arrives.
+        """
+        outer = current_run()
+        if outer is None:
             yield from self.bound.transform(input, config, **kwargs)
             return
-        given = list(input)
-        active = self._plan_sum(given, config)
-        chunks = self.bound.transform(iter(given), config, **kwargs)
-        yield from chunks if active is None else iterate_in(active, chunks)
+        (plan,) = self._new_plans(outer.run, 1, config, kwargs)
+        if plan.calls:
+            given = list(input)
+            _begin_with_sum(outer.run, plan, given)
+            pieces: Iterator[Any] = iter(given)
+        else:
+            outer.run.begin([(plan, {})])
+            pieces = iterate_in(outer, input)  # earlier parts of the chain compute the input
+        yield from iterate_in(
+            ActiveRun(outer.run, plan), self.bound.transform(pieces, config, **kwargs)
+        )
 
     async def atransform(
         self,
@@ -256,47 +270,58 @@ class SubchainPlanner(PassthroughRunnable):
         config: RunnableConfig | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """Plan the Runnable for the whole input, and run it."""
-        if current_run() is None:
+        """Plan the Runnable and run it, as `transform` does."""
+        outer = current_run()
+        if outer is None:
             async for chunk in self.bound.atransform(input, config, **kwargs):
                 yield chunk
             return
-        given = [chunk async for chunk in input]
-        active = self._plan_sum(given, config)
-        chunks = self.bound.atransform(_each(given), config, **kwargs)
-        async for chunk in chunks if active is None else aiterate_in(active, chunks):
+        (plan,) = self._new_plans(outer.run, 1, config, kwargs)
+        if plan.calls:
+            given = [chunk async for chunk in input]
+            _begin_with_sum(outer.run, plan, given)
+            pieces = _each(given)
+        else:
+            outer.run.begin([(plan, {})])
+            pieces = aiterate_in(outer, input)
+        chunks = self.bound.atransform(pieces, config, **kwargs)
+        async for chunk in aiterate_in(ActiveRun(outer.run, plan), chunks):
             yield chunk
-
-    def _plan_sum(self, chunks: list[Any], config: RunnableConfig | None) -> ActiveRun | None:
-        """Plan the input that consists of these chunks; return its active run."""
-        if not chunks:
-            return None
-        total = _ChunkSum()
-        for chunk in chunks:
-            total.add(chunk)
-        return self._plan([total.value], config)[0]
 
     def _plan(
         self,
         inputs: list[Any],
         config: RunnableConfig | list[RunnableConfig] | None,
+        kwargs: Mapping[str, Any],
     ) -> list[ActiveRun | None]:
         """Plan each input and start the planned calls; return the active run of each input."""
         active = current_run()
         if active is None or not inputs:
             return [None] * len(inputs)
         run = active.run
-        first_config: Any = config[0] if isinstance(config, list) and config else config
-        plans = [self._planner.plan(run.prefix(), first_config) for _ in inputs]
+        plans = self._new_plans(run, len(inputs), config, kwargs)
         run.begin([(plan, plan.inputs(given)) for plan, given in zip(plans, inputs, strict=True)])
         return [ActiveRun(run, plan) for plan in plans]
+
+    def _new_plans(
+        self,
+        run: ChainRun,
+        num_plans: int,
+        config: RunnableConfig | list[RunnableConfig] | None,
+        kwargs: Mapping[str, Any],
+    ) -> list[ChainPlan]:
+        if kwargs:
+            return [NO_PLAN] * num_plans
+        first: Any = config[0] if isinstance(config, list) and config else config
+        full = ensure_config(first)
+        return [self._planner.plan(run.prefix(), full) for _ in range(num_plans)]
 
 
 class _RunInContext(PassthroughRunnable):
     """Runs inputs that are paired with their active runs, each as a batch of one.
 
     `batch` rather than `invoke`, because the two differ in LangChain: `batch` nests callback runs
-    differently, and raises another one of several errors.
+    differently and, if several errors occur, raises a different one of them than `invoke`.
     """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
@@ -310,9 +335,18 @@ class _RunInContext(PassthroughRunnable):
             return (await self.bound.abatch([given], config, **kwargs))[0]
 
 
-async def _each(chunks: list[Any]) -> AsyncIterator[Any]:
+async def _each(chunks: list[Any]) -> AsyncGenerator[Any, None]:
     for chunk in chunks:
         yield chunk
+
+
+def _begin_with_sum(run: ChainRun, plan: ChainPlan, chunks: list[Any]) -> None:
+    """Start the calls of a plan whose input consists of these chunks."""
+    total = _ChunkSum()
+    for chunk in chunks:
+        total.add(chunk)
+    if chunks:
+        run.begin([(plan, plan.inputs(total.value))])
 
 
 def _activated(active: ActiveRun | None) -> Any:
@@ -337,12 +371,15 @@ def iterate_in(active: ActiveRun, chunks: Iterator[Any]) -> Generator[Any, None,
 
 async def aiterate_in(active: ActiveRun, chunks: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     """Yield chunks as `iterate_in` does, from an asynchronous iterator."""
-    close = getattr(chunks, "aclose", None)
-    async with nullcontext() if close is None else aclosing(chunks):  # type: ignore[type-var]  # has `aclose`
+    owner: AbstractAsyncContextManager[AsyncIterator[Any]] = nullcontext(chunks)
+    if isinstance(chunks, AsyncGenerator):
+        owner = OwnedGenerator(chunks)
+    async with owner as source:
         while True:
             with ACTIVE_RUN.activate(active):
                 try:
-                    chunk = await anext(chunks)
+                    chunk = await anext(source)
                 except StopAsyncIteration:
                     return
             yield chunk
+            source = chunks  # `owner` swaps the hooks of the loop; the first step alone needs it

@@ -57,14 +57,14 @@ def session_of(meta: Mapping[str, Json] | None) -> str | None:
     return f"{THREAD_PREFIX}{thread}"[:MAX_SESSION_CHARS] if thread else None
 
 
-def session_of_run(config: RunnableConfig | None) -> str | None:
+def session_of_run(config: RunnableConfig) -> str | None:
     """Return the session that the app names for a run of a chain through `thread_id`, if any.
 
     Args:
-        config: config that the run is started with; it inherits from the config of the context.
+        config: complete config of the run, from `ensure_config`.
     """
-    full = ensure_config(config)
-    thread = full["metadata"].get("thread_id", full["configurable"].get("thread_id"))
+    fields = (config.get("metadata", {}), config.get("configurable", {}))
+    thread = next((each["thread_id"] for each in fields if "thread_id" in each), None)
     return None if thread is None else session_of({"thread_id": thread})
 
 

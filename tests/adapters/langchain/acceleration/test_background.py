@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -77,6 +77,27 @@ def test_a_stream_that_is_left_early_ends_silently(llm: ChatConure, is_accelerat
         asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
         async for _ in chain.astream("tea"):
             break
+
+    for _ in range(5):
+        asyncio.run(leave())
+    assert reports == []
+
+
+@pytest.mark.filterwarnings("ignore:asynchronous generator:ResourceWarning")
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_a_stream_that_the_app_keeps_ends_silently_with_its_loop(
+    llm: ChatConure, is_accelerated: bool
+) -> None:
+    reports: list[dict[str, object]] = []
+    kept: list[AsyncIterator[str]] = []
+    chain: Runnable[str, str] = llm | TEXT
+    if is_accelerated:
+        chain = accelerate(chain)
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        kept.append(chain.astream("tea"))
+        await anext(kept[-1])
 
     for _ in range(5):
         asyncio.run(leave())
