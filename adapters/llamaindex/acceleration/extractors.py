@@ -88,6 +88,7 @@ def plan_contexts(
         document = extractor.docstore.get_document(source.node_id, raise_error=False)
         if not isinstance(document, Node | TextNode):
             continue
+        _check_length(extractor, document)
         texts = (
             f"<document>{document.get_content()}</document>",
             "Here is the chunk we want to situate within the whole document:\n"
@@ -96,6 +97,15 @@ def plan_contexts(
         messages = [ChatMessage(role=MessageRole.USER, content=text) for text in texts]
         options = {"max_tokens": extractor.max_output_tokens}
         builder.add_request(builder.llm.chat_request(messages, options))
+
+
+def _check_length(extractor: DocumentContextExtractor, document: BaseNode) -> None:
+    """Raise `NotPlanned` if the extractor refuses a document of this length."""
+    if extractor.oversized_document_strategy != "error" or extractor.max_context_length is None:
+        return
+    # LlamaIndex caches the count by text, and will need it.
+    if extractor._count_tokens(document.get_content()) > extractor.max_context_length:
+        raise NotPlanned("a document is longer than its max_context_length")
 
 
 PLANNERS: dict[type[BaseExtractor], Callable[[Any, PlanBuilder, Sequence[BaseNode]], None]] = {

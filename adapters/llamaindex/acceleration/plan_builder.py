@@ -8,9 +8,11 @@ Invariant: a planned call is the call that the app makes, once the answers in it
 
 from __future__ import annotations
 
+import inspect
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
@@ -43,6 +45,10 @@ _LIBRARY_TEMPLATES = frozenset(
     if isinstance(template, RichPromptTemplate)
 )
 """Templates of LlamaIndex, whose code is known."""
+
+
+_UNRELATED_METHODS = re.compile(r"__\w+__|model_\w+|class_name")
+"""Methods of an LLM that do not change its calls; pydantic adds some to a subclass."""
 
 
 class NotPlanned(Exception):  # noqa: N818 - not an error; the app runs as usual
@@ -151,6 +157,30 @@ def _request_of_predict(
             template.format(llm=llm, **prompt_args), kwargs, formatted=True
         )
     return llm.completion_request(llm._get_prompt(template, **prompt_args), kwargs, formatted=True)
+
+
+def check_llm(llm: Conure) -> None:
+    """Check that the calls of an LLM can be made from its requests alone.
+
+    Raises:
+        NotPlanned: if a subclass overrides a method, or a rate limiter delays the calls.
+    """
+    if (name := overridden_method(llm)) is not None:
+        raise NotPlanned(f"its LLM is a {type(llm).__name__}, which overrides {name!r}")
+    if getattr(llm, "rate_limiter", None) is not None:  # since core 0.14
+        raise NotPlanned("the rate limiter of its LLM decides when a call runs")
+
+
+def overridden_method(llm: Conure) -> str | None:
+    """Return the name of a method of `Conure` that the class of an LLM overrides."""
+    classes = type(llm).__mro__
+    for kind in classes[: classes.index(Conure)]:
+        for name in vars(kind):
+            method = inspect.getattr_static(Conure, name, None)
+            is_method = isinstance(method, FunctionType | property | classmethod | staticmethod)
+            if is_method and not _UNRELATED_METHODS.fullmatch(name):
+                return name
+    return None
 
 
 def checked_template(

@@ -63,7 +63,6 @@ class PlannedRun:
         self._report = report
         self._path = path
         self._num_names = 0
-        self._num_streams = 0
         self._is_over = False
         self.io_thread: Final = client.io_thread
         """Sends the requests of the run, and receives its events."""
@@ -130,8 +129,8 @@ class PlannedRun:
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.
 
-        A program with an answer that the app still reads is cancelled once the app has the answer
-        or stops reading; if the app failed and reads no stream, it is cancelled at once.
+        If the app still reads an answer of a program, the program is cancelled when the app has
+        that answer or stops reading. A task of the app may read on after another one has failed.
         """
         with self._registry.lock:
             if self._is_over:
@@ -139,8 +138,7 @@ class PlannedRun:
             self._is_over = True
             self._report.num_wasted += len(self._registry.unclaimed())
             is_cancelled = is_failed or not self._registry.is_settled()
-            keeps_awaited = not is_failed or self._num_streams > 0
-            self._run.end(is_cancelled=is_cancelled, keeps_awaited=keeps_awaited)
+            self._run.end(is_cancelled=is_cancelled, keeps_awaited=True)
 
     def _claim(self, call: ModelRequest) -> _ClaimedCall:
         """Return the planned call for a call of the app; else send the app's call."""
@@ -168,10 +166,7 @@ class PlannedRun:
         self, call: ModelRequest, claimed: _ClaimedCall
     ) -> Generator[str | FinalAnswer, None, None]:
         answer: AnswerStream | None = None
-        with (
-            self._reading(call, is_stream=True),
-            closing(self._run.follow(*claimed)) as events,
-        ):
+        with self._reading(call), closing(self._run.follow(*claimed)) as events:
             for answer, event in events:
                 if text := answer.feed(event):
                     yield text
@@ -181,7 +176,7 @@ class PlannedRun:
         self, call: ModelRequest, claimed: _ClaimedCall
     ) -> AsyncGenerator[str | FinalAnswer, None]:
         answer: AnswerStream | None = None
-        with self._reading(call, is_stream=True):
+        with self._reading(call):
             async with OwnedGenerator(self._run.afollow(*claimed)) as events:
                 async for answer, event in events:
                     if text := answer.feed(event):
@@ -189,18 +184,13 @@ class PlannedRun:
         yield _final(answer)
 
     @contextlib.contextmanager
-    def _reading(
-        self, call: ModelRequest, *, is_stream: bool = False
-    ) -> Generator[None, None, None]:
+    def _reading(self, call: ModelRequest) -> Generator[None, None, None]:
         """Read an answer. After the end of the run, cancel calls that the app no longer reads."""
-        with self._registry.lock:
-            self._num_streams += is_stream
         try:
             with application_errors(call.timeout_s):
                 yield
         finally:
             with self._registry.lock:
-                self._num_streams -= is_stream
                 is_over = self._is_over
             if is_over:
                 self._run.flush()

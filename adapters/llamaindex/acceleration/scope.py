@@ -3,12 +3,14 @@
 LlamaIndex copies context variables to its tasks and threads, so that calls find their run.
 
 Invariants: an app inside an accelerated app belongs to the run of the outer app. A run ends when
-the app's method has returned and every stream that the app left open has ended.
+the app's method has returned and every stream that the app left open has ended. A forked process
+is outside of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +42,8 @@ class Scope:
             app: the outermost accelerated app; None for the code of a `with` block.
         """
         self.app = app
+        self.pid = os.getpid()
+        """The process of the run. A forked process inherits the object, but not the answers."""
         self.report = Report()
         self.is_over = False
         """The app has ended. Code that it left running makes calls outside of the run."""
@@ -109,6 +113,8 @@ class Scope:
         Args:
             has_failed: the app or one of its streams raised; planned calls are cancelled.
         """
+        if self.pid != os.getpid():
+            return
         with self.lock:
             self._num_holds -= 1
             self._has_failed |= has_failed
@@ -124,6 +130,11 @@ ACTIVE_SCOPE = ActiveRunVar[Scope]("conure_scope")
 
 
 def active_scope() -> Scope | None:
-    """Return the run of the caller's context; None outside of a run and after its end."""
+    """Return the run of the caller's context.
+
+    None outside of a run, after its end, and in a forked process.
+    """
     scope = ACTIVE_SCOPE.get()
-    return None if scope is None or scope.is_over else scope
+    if scope is None or scope.is_over or scope.pid != os.getpid():
+        return None
+    return scope

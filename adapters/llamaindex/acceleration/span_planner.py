@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
@@ -23,7 +23,7 @@ from llama_index_instrumentation.span_handlers import BaseSpanHandler
 
 from ..llm.llm import Conure
 from . import extractors, indices, path_extractors, postprocessors, synthesizers
-from .plan_builder import NotPlanned, PlanBuilder
+from .plan_builder import NotPlanned, PlanBuilder, check_llm
 from .scope import Scope, active_scope, app_class
 from .scoped_generators import scope_chat_stream
 
@@ -150,12 +150,12 @@ def _plan(
     bound_arguments: Mapping[str, Any],
     name: str,
 ) -> None:
-    arguments = dict(bound_arguments)
-    arguments |= arguments.pop("response_kwargs", {}) | arguments.pop("kwargs", {})
-    texts = list(arguments.get("text_chunks", ()))
-    if texts and scope.is_expected(instance, texts):
-        return
     try:
+        check_llm(llm)
+        arguments = _checked_arguments(bound_arguments)
+        texts = list(arguments.get("text_chunks", ()))
+        if texts and scope.is_expected(instance, texts):
+            return
         run = scope.run_on(llm.connection())
         builder = PlanBuilder(llm, name, run.fresh)
         texts_of_base_class = plan(instance, app_class(instance), builder, arguments)
@@ -167,6 +167,20 @@ def _plan(
         # LlamaIndex would ignore it silently. A real error occurs again in the app itself.
         kind = "" if isinstance(problem, NotPlanned) else f"{type(problem).__name__}: "
         scope.note(f"{name}: {kind}{problem}")
+
+
+def _checked_arguments(bound_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method by name.
+
+    Raises:
+        NotPlanned: if one is an iterator; the app could not read it after the planner.
+    """
+    arguments = dict(bound_arguments)
+    arguments |= arguments.pop("response_kwargs", {}) | arguments.pop("kwargs", {})
+    for name, value in arguments.items():
+        if isinstance(value, Iterator):
+            raise NotPlanned(f"its argument {name!r} is an iterator, which can be read only once")
+    return arguments
 
 
 def _span_name(span_id: str) -> str:

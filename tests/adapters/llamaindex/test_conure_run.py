@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,6 +42,7 @@ from conure.adapters.llamaindex.acceleration.scope import ACTIVE_SCOPE
 from conure.server.app import create_app
 from conure.server.config import Config
 
+from ...served import served
 from ..left import all_ended
 from .conformance import RESERVES_ANSWERS
 from .test_accelerate import nodes
@@ -187,6 +190,43 @@ async def test_failed_block_leaves_nothing_running(llm: Conure, submitted: list[
         raise ZeroDivisionError
     assert ACTIVE_SCOPE.get() is None
     await all_ended(llm.connection(), submitted)
+
+
+async def test_answers_that_other_tasks_await_outlive_a_failure(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=0.2)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, temperature=0, max_tokens=4)
+        waiting = asyncio.create_task(asyncio.sleep(0))
+        with pytest.raises(ZeroDivisionError), conure_run():
+            waiting = asyncio.create_task(llm.acomplete("b"))
+            await llm.acomplete("a", max_tokens=1)
+            raise ZeroDivisionError
+        assert not waiting.done()
+        made: Any = await waiting
+        assert made.text == llm.complete("b").text
+        await all_ended(client, submitted)
+        await llm._clients.aclose()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_process_is_outside_of_the_run(tmp_path: Path) -> None:
+    with served("--engine", "fake", "--data", str(tmp_path)) as url:
+        llm = Conure(base_url=url, temperature=0, max_tokens=4)
+        expected = llm.complete("b").text
+        with conure_run() as report:
+            llm.complete("a")
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # ends a child that waits for an event of its parent
+                try:
+                    os._exit(0 if llm.complete("b").text == expected else 1)
+                finally:
+                    os._exit(2)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert llm.complete("b").text == expected
+    assert len(report.calls) == 2
 
 
 async def test_an_app_in_a_task_that_outlives_its_run_has_a_run_of_its_own(llm: Conure) -> None:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from llama_index.core.extractors import KeywordExtractor, SummaryExtractor, TitleExtractor
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.extractors import (
+    DocumentContextExtractor,
+    KeywordExtractor,
+    SummaryExtractor,
+    TitleExtractor,
+)
+from llama_index.core.indices.property_graph import SimpleLLMPathExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.response_synthesizers import (
@@ -26,7 +33,14 @@ from llama_index.core.response_synthesizers import (
     TreeSummarize,
 )
 from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
-from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.schema import (
+    Document,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from conure.adapters.client import Client
@@ -281,6 +295,96 @@ def test_prompt_functions_run_equally_often(make_llm: Callable[..., Conure], fun
     fast.synthesize("Why?", nodes(3))
     assert seen == ran != []
     assert explain(fast).num_planned == 0
+
+
+ITERATED: dict[str, tuple[Callable[[Conure], Any], Callable[[Any, Any], Any]]] = {
+    "extract": (lambda llm: KeywordExtractor(llm=llm), lambda app, found: app.extract(found)),
+    "call": (lambda llm: SimpleLLMPathExtractor(llm=llm), lambda app, found: app(found)),
+    "get_response": (
+        lambda llm: TreeSummarize(llm=llm),
+        lambda app, found: app.get_response("Why?", (each.text for each in found)),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ITERATED)
+def test_iterator_is_read_by_the_app_alone(llm: Conure, way: str) -> None:
+    make, ask = ITERATED[way]
+    app = make(llm)
+    fast = accelerate(app)
+    found = [TextNode(id_=f"n{n}", text=f"Fact {n}.") for n in range(3)]
+    assert str(ask(fast, iter(found))) == str(ask(app, found))
+    report = explain(fast)
+    assert (report.num_planned, report.num_wasted) == (0, 0)
+    assert "is an iterator, which can be read only once" in report.notes[0]
+
+
+def test_llm_that_overrides_a_method_is_not_planned(client: Client) -> None:
+    class Redacting(Conure):
+        def chat(self, messages: Any, **kwargs: Any) -> Any:
+            redacted = [each.model_copy(deep=True) for each in messages]
+            for each in redacted:
+                each.content = (each.content or "").replace("Fact", "...")
+            return super().chat(redacted, **kwargs)
+
+    llm = Redacting(client=client, temperature=0, max_tokens=40, context_window=1300)
+    plain = TreeSummarize(llm=llm)
+    fast = accelerate(plain)
+    assert str(fast.synthesize("Why?", nodes())) == str(plain.synthesize("Why?", nodes()))
+    report = explain(fast)
+    assert (report.num_planned, report.num_wasted) == (0, 0)
+    assert "its LLM is a Redacting, which overrides 'chat'" in report.notes[0]
+
+
+def test_llm_with_other_defaults_and_methods_is_planned(client: Client) -> None:
+    class Calm(Conure):
+        temperature: float | None = 0
+        context_window: int | None = 1300
+        _seen: list[str] = []  # noqa: RUF012 - pydantic copies it
+
+        @classmethod
+        def class_name(cls) -> str:
+            return "calm"
+
+        def own(self) -> None:
+            pass
+
+    fast = accelerate(TreeSummarize(llm=Calm(client=client, max_tokens=40)))
+    fast.synthesize("Why?", nodes())
+    assert explain(fast).num_planned == 3
+
+
+@pytest.mark.skipif("rate_limiter" not in BaseLLM.model_fields, reason="new in core 0.14")
+def test_llm_with_a_rate_limiter_is_not_planned(make_llm: Callable[..., Conure]) -> None:
+    class Limiter:
+        num_acquired = 0
+
+        def acquire(self) -> None:
+            self.num_acquired += 1
+
+        async def async_acquire(self) -> None:
+            self.num_acquired += 1
+
+    limiter = Limiter()
+    fast = accelerate(Accumulate(llm=make_llm(context_window=1300, rate_limiter=limiter)))
+    fast.synthesize("Why?", nodes(3))
+    report = explain(fast)
+    assert (report.num_planned, report.num_wasted) == (0, 0)
+    assert limiter.num_acquired == len(report.calls) == 3
+    assert "rate limiter" in report.notes[0]
+
+
+def test_extractor_that_refuses_a_document_is_not_planned(llm: Conure) -> None:
+    docstore = SimpleDocumentStore()
+    docstore.add_documents([Document(text="Fact. " * 40, doc_id="long")])
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="long")}
+    extractor = DocumentContextExtractor(
+        docstore, llm=llm, max_context_length=10, oversized_document_strategy="error"
+    )
+    fast = accelerate(extractor)
+    with pytest.raises(ValueError, match="is too large"):
+        fast.extract([TextNode(text="Fact.", relationships=source)])
+    assert explain(fast).num_wasted == 0
 
 
 async def summarised(app: Any) -> list[str]:
