@@ -10,13 +10,13 @@ Invariants: compilation runs no user code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-import msgspec
-from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.base.llms.types import ChatMessage, TextBlock
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Expression, Json
@@ -46,10 +46,10 @@ Deserializer: TypeAlias = Callable[[Json, LocalValues], Any]
 ClientFunction: TypeAlias = Callable[..., Json]
 """The function of a client step; takes the local values, then keyword arguments."""
 
-_NODE = "__llamaindex_node__"
-"""Key that marks a retrieved node among JSON values."""
 _LOCAL = "__llamaindex_local__"
 """Key that marks a reference to a value that stays in the process."""
+_MAX_INT = 2**53
+"""Larger integers are not JSON numbers for every reader."""
 UNNAMED_INPUT = "input"
 """Name of the only input of an `InputComponent` whose links do not name it."""
 
@@ -62,6 +62,8 @@ class CompiledPipeline:
         self._nodes: list[dict[str, Json]] = []
         self._names: set[str] = set()
         self._used_as_text: set[str] = set()
+        self._llms: dict[str, Conure] = {}
+        """The LLMs of the calls, by module."""
         self._functions: dict[str, ClientFunction] = {}
         """The functions of the client steps, by name."""
         self._has_unnamed_input = False
@@ -97,15 +99,15 @@ class CompiledPipeline:
 
         Args:
             client: client of the server.
-            **inputs: as for `QueryPipeline.run`, by name. Modules that are client steps get them as
-                they are; in a prompt they are printed as LlamaIndex prints them.
+            **inputs: as for `QueryPipeline.run`, by name. Client steps get the values unchanged. A
+                prompt contains the text that LlamaIndex makes of a value.
 
         Returns:
             The output of the pipeline's only leaf, or a dict of outputs by module.
 
         Raises:
-            ProgramError: if the names of the inputs differ from the pipeline's, or an input that a
-                prompt prints has no text.
+            ProgramError: if the names of the inputs differ from the pipeline's, an input that a
+                prompt prints has no text, or an LLM uses another server than the client.
             ConureError: if the program failed; its cause is the exception of a module, if any.
         """
         return self.execute(client, **inputs)[0]
@@ -119,6 +121,7 @@ class CompiledPipeline:
                 "to_program.inputs",
                 f"the pipeline has the inputs {sorted(self.inputs)}, got {sorted(inputs)}",
             )
+        self._check_server(client)
         local: LocalValues = dict(inputs)
         functions = {name: partial(each, local) for name, each in self._functions.items()}
         texts = {name: self._input_text(name, value) for name, value in inputs.items()}
@@ -129,12 +132,23 @@ class CompiledPipeline:
         }
         return (next(iter(outputs.values())) if len(outputs) == 1 else outputs), result
 
+    def _check_server(self, client: Client) -> None:
+        for key, llm in self._llms.items():
+            if llm.connection().identity != client.identity:
+                raise ProgramError(
+                    "to_program.server",
+                    f"the LLM of module {key!r} uses another server than the client, or other "
+                    "headers; create both with the same address and headers, or pass the client "
+                    "to the LLM (client=)",
+                    path=key,
+                )
+
     def _input_text(self, name: str, value: Any) -> str:
+        if name not in self._used_as_text:
+            return ""  # client steps alone read it, and an iterator can be read only once
         try:
             return validate_and_convert_stringable(value)
         except ValueError as problem:
-            if name not in self._used_as_text:
-                return ""  # client steps alone read it
             raise ProgramError(
                 "to_program.inputs",
                 f"a prompt prints the input {name!r}, and a {type(value).__name__} has no text",
@@ -175,6 +189,7 @@ class CompiledPipeline:
         self, key: str, llm: Conure, call: ModelRequest, reads: frozenset[str], kind: Any
     ) -> PlaceholderSource:
         self._used_as_text |= reads
+        self._llms[key] = llm
         variable = self._fresh_name(key)
         limit = {} if call.timeout_s is None else {"timeout_s": call.timeout_s}
         self._nodes.append(call.node(self._fresh_name(f"{key}_call"), variable, **limit))
@@ -221,6 +236,8 @@ class CompiledPipeline:
             return [each for each, _ in parts], lambda json, local: [
                 deserialize(item, local) for (_, deserialize), item in zip(parts, json, strict=True)
             ]
+        if isinstance(value, ChatMessage):
+            return self._message_argument(value)
         if isinstance(value, dict):
             named = {key: self._argument(each) for key, each in value.items()}
             return {"object": {key: each for key, (each, _) in named.items()}}, (
@@ -228,11 +245,31 @@ class CompiledPipeline:
                     key: deserialize(json[key], local) for key, (_, deserialize) in named.items()
                 }
             )
-        if value != marks[0]:
-            for mark in marks:
-                self._used_as_text |= self._reader.variables_of(mark)
-            return self._reader.text(value), _decode
-        return _source_value(self._reader.sources[value])
+        source = self._reader.sources.get(value) if isinstance(value, str) else None
+        if source is None or not source.variable:
+            return self._text_argument(value), _decode
+        return _source_value(source)
+
+    def _text_argument(self, text: str) -> Expression:
+        for mark in self._reader.placeholders(text):
+            self._used_as_text |= self._reader.variables_of(mark)
+        return self._reader.text(text)
+
+    def _message_argument(self, message: ChatMessage) -> tuple[Expression, Deserializer]:
+        """Return the texts of a message, and a function that puts them into a copy of it."""
+        texts: list[Expression] = [
+            self._text_argument(each.text) if isinstance(each, TextBlock) else None
+            for each in message.blocks
+        ]
+
+        def with_texts(json: Json, local: LocalValues) -> ChatMessage:
+            copy = message.model_copy(deep=True)
+            for block, text in zip(copy.blocks, json, strict=True):
+                if isinstance(block, TextBlock):
+                    block.text = text
+            return copy
+
+        return texts, with_texts
 
     def _leaf_output(self, key: str, outputs: Mapping[str, Any]) -> tuple[str, Deserializer]:
         """Return the variable of a leaf's output, and the deserializer of the output."""
@@ -258,9 +295,7 @@ def _source_value(source: PlaceholderSource) -> tuple[Expression, Deserializer]:
         return {"var": source.variable}, lambda json, local: completion_response(json, program="")
     if source.kind == "step":
         return {"get": [{"var": source.variable}, "value"]}, _decode
-    if source.variable:
-        return source.text, lambda json, local: local[source.variable]
-    return source.text, _decode
+    return source.text, lambda json, local: local[source.variable]
 
 
 def _output_names(module: Any) -> set[str]:
@@ -272,15 +307,15 @@ def _output_names(module: Any) -> set[str]:
 
 
 def _encode(value: Any, local: LocalValues) -> Json:
-    """Convert a value to JSON; what is not JSON becomes a reference to a local value."""
-    if isinstance(value, NodeWithScore) and type(value.node) is TextNode:
-        return {_NODE: {"node": value.node.to_dict(), "score": value.score}}
-    if isinstance(value, list):
+    """Convert a value to JSON; what is not exactly JSON becomes a reference to a local value."""
+    kind = type(value)
+    if kind is list:
         return [_encode(each, local) for each in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if kind is dict and all(type(key) is str for key in value):
         return {key: _encode(each, local) for key, each in value.items()}
-    if value is None or type(value) in (bool, int, float, str):
-        return msgspec.to_builtins(value)
+    is_number = (kind is int and abs(value) < _MAX_INT) or (kind is float and math.isfinite(value))
+    if value is None or is_number or kind in (bool, str):
+        return value
     reference = f"{_LOCAL}{uuid4()}"  # client steps run in several threads
     local[reference] = value
     return {_LOCAL: reference}
@@ -290,9 +325,6 @@ def _decode(value: Json, local: LocalValues) -> Any:
     if isinstance(value, list):
         return [_decode(each, local) for each in value]
     if isinstance(value, dict):
-        if value.keys() == {_NODE}:
-            node = value[_NODE]
-            return NodeWithScore(node=TextNode.from_dict(node["node"]), score=node["score"])
         if value.keys() == {_LOCAL}:
             return local[value[_LOCAL]]
         return {key: _decode(each, local) for key, each in value.items()}

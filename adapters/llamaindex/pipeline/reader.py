@@ -11,7 +11,7 @@ A join waits for all modules that lead to it, as LlamaIndex documents: `ArgPackC
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,11 +19,12 @@ import networkx
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import SelectorPromptTemplate
 
 from conure.server.program.expressions.evaluate import variables
 from conure.server.program.ir import Expression
 
-from ..acceleration.plan_builder import NotPlanned, checked_template
+from ..acceleration.plan_builder import NotPlanned, checked_template, overridden_method
 from ..acceleration.prompt_inputs import PLACEHOLDER_FORMAT, PlaceholderInput, with_inputs
 from ..acceleration.scope import app_class
 from ..llm.llm import Conure
@@ -64,8 +65,11 @@ class PipelineReader:
     """Adds an LLM call: module, LLM, request, variables that it reads, kind of its response."""
     add_opaque: Callable[[str, QueryComponent, Mapping[str, Any]], dict[str, Any]]
     """Returns the output of a module that cannot be read, or raises NotPlanned."""
-    streams: bool = False
-    """Add calls of modules that stream. Modules that use the stream are not read."""
+    is_planning: bool = False
+    """Plan calls that the pipeline will make itself; otherwise a program replaces the pipeline.
+
+    A planned call may be streamed. Modules that use the stream are not read.
+    """
     sources: dict[str, PlaceholderSource] = field(default_factory=dict)
     """The source of each placeholder."""
     notes: list[str] = field(default_factory=list)
@@ -144,6 +148,8 @@ class PipelineReader:
             return inputs
         if kind in JOIN_CLASSES and getattr(module, "convert_fn", None) is None:
             return _run_module(module, inputs)
+        if _has_stream(inputs):
+            raise NotPlanned("an input is a stream, which can be read only once")
         if kind is PromptComponent:
             return self._read_prompt(module, inputs)
         if kind in (LLMChatComponent, LLMCompleteComponent):
@@ -166,12 +172,21 @@ class PipelineReader:
         if not isinstance(module.llm, Conure | None):
             raise NotPlanned("its prompt is formatted for another LLM")
         prompt = module.prompt
+        if module.llm is None and isinstance(prompt, SelectorPromptTemplate):
+            prompt = prompt.select(None)
         checked_template(module.llm or Conure.model_construct(output_parser=None), prompt)
         printable = {name: self._printable(value) for name, value in inputs.items()}
         output = _run_module(module, printable)
         if set(self.placeholders(output)) - set(self.placeholders(printable)):
             raise NotPlanned("its template contains characters that are reserved for placeholders")
-        return output
+        return {name: self._as_text(value) for name, value in output.items()}
+
+    def _as_text(self, prompt: Any) -> Any:
+        """Return a prompt; it is a text, also if it consists of one placeholder for a response."""
+        source = self.sources.get(prompt) if isinstance(prompt, str) else None
+        if source is None:
+            return prompt
+        return self.placeholder(PlaceholderSource("input", "", source.text))
 
     def _printable(self, value: Any) -> Any:
         """Return a list with placeholders as a placeholder of its printed text."""
@@ -186,8 +201,32 @@ class PipelineReader:
         llm = module.llm
         if not isinstance(llm, Conure):
             raise NotPlanned(f"its LLM is a {type(llm).__name__}")
-        if module.streaming and not self.streams:
+        if module.streaming and not self.is_planning:
             raise NotPlanned("its response is streamed")
+        if (name := overridden_method(llm)) is not None:
+            if self.is_planning:
+                raise NotPlanned(f"its LLM is a {type(llm).__name__}, which overrides {name!r}")
+            return self.add_opaque(f"{self.name_prefix}{key}", module, inputs)
+        call = self._request(module, inputs)
+        if _is_checked(llm, call) and not self.is_planning:
+            return self.add_opaque(f"{self.name_prefix}{key}", module, inputs)
+        marks = self.placeholders([call.messages, call.prompt])
+        if marks:
+            read = [PlaceholderInput(mark, self.sources[mark].text) for mark in marks]
+            call_with_inputs = with_inputs(call, read)
+            assert call_with_inputs is not None  # there are placeholders
+            call = call_with_inputs
+        reads = frozenset().union(*(self.variables_of(mark) for mark in marks))
+        is_chat = type(module) is LLMChatComponent
+        kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
+        origin = self.add_call(f"{self.name_prefix}{key}", llm, call, reads, kind)
+        if module.streaming:
+            raise NotPlanned("")
+        return {"output": self.placeholder(origin)}
+
+    def _request(self, module: Any, inputs: dict[str, Any]) -> ModelRequest:
+        """Return the request of an LLM component, with placeholders."""
+        llm = module.llm
         is_chat = type(module) is LLMChatComponent
         if not is_chat and llm.completion_to_prompt is not default_completion_to_prompt:
             raise NotPlanned("its LLM has a custom completion_to_prompt")
@@ -197,22 +236,12 @@ class PipelineReader:
             inputs = {name: self._printable(value) for name, value in inputs.items()}
         given = dict(inputs)
         inputs = _unless_rejected(lambda: module.validate_component_inputs(given))
-        if is_chat:
-            call = llm.chat_request(inputs["messages"], {})
-        else:
-            call = llm.completion_request(inputs["prompt"], {}, formatted=True)
-        marks = self.placeholders([call.messages, call.prompt])
-        if marks:
-            read = [PlaceholderInput(mark, self.sources[mark].text) for mark in marks]
-            call_with_inputs = with_inputs(call, read)
-            assert call_with_inputs is not None  # there are placeholders
-            call = call_with_inputs
-        reads = frozenset().union(*(self.variables_of(mark) for mark in marks))
-        kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
-        origin = self.add_call(f"{self.name_prefix}{key}", llm, call, reads, kind)
-        if module.streaming:
-            raise NotPlanned("")
-        return {"output": self.placeholder(origin)}
+        request: ModelRequest = (
+            llm.chat_request(inputs["messages"], {})
+            if is_chat
+            else llm.completion_request(inputs["prompt"], {}, formatted=True)
+        )
+        return request
 
     def placeholders(self, value: Any) -> list[str]:
         """Return the placeholders in a value."""
@@ -288,6 +317,22 @@ def _only_key(keys: Any, rule: str) -> str:
     if len(keys) != 1:
         raise NotPlanned(f"{rule}, got {sorted(keys)}")
     return str(next(iter(keys)))
+
+
+def _has_stream(value: Any) -> bool:
+    """Return whether a value is an iterator, or a list or dict that contains one."""
+    if isinstance(value, Mapping):
+        return any(map(_has_stream, value.values()))
+    return isinstance(value, Iterator) or (
+        isinstance(value, list | tuple) and any(map(_has_stream, value))
+    )
+
+
+def _is_checked(llm: Conure, call: ModelRequest) -> bool:
+    """Return whether the LLM checks the answer: `answer_checks` may raise or change it."""
+    return bool(
+        call.output.get("constraint") or call.extra.get("tools") or llm.output_parser is not None
+    )
 
 
 def _are_messages(value: Any) -> bool:

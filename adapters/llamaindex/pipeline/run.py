@@ -1,7 +1,8 @@
 """Acceleration of a QueryPipeline: before every step, plans the calls whose inputs are known.
 
-Invariants: the pipeline runs as in LlamaIndex, except that a join waits for all modules that lead
-to it and can still run, and packs its inputs in the order of the links.
+Invariants: the pipeline runs as in LlamaIndex, with one exception, joins: a join waits until every
+module that leads to it has run or cannot run any more. It packs its inputs in the order of the
+links.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ def _plan_ahead(scope: Scope, pipeline: Any, run_state: Any) -> None:
     def opaque(key: str, module: Any, inputs: Any) -> dict[str, Any]:
         raise NotPlanned(f"a {type(module).__name__} runs here")
 
-    reading = PipelineReader(pipeline, call, opaque, streams=True)
+    reading = PipelineReader(pipeline, call, opaque, is_planning=True)
     if reading.placeholders(run_state.all_module_inputs):
         scope.note("an input contains characters that are reserved for placeholders")
         return
-    reading.read(run_state.all_module_inputs, frozenset(run_state.executed_modules))
+    try:
+        reading.read(run_state.all_module_inputs, frozenset(run_state.executed_modules))
+    except Exception as problem:  # a real error occurs again in the pipeline itself
+        scope.note(f"{type(problem).__name__}: {problem}")
     for session, planned_calls in new_calls.items():
         session.plan(planned_calls)
     for note in reading.notes:

@@ -22,7 +22,7 @@ if not version("llama-index-core").startswith("0.12."):
 
 from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import PromptTemplate, SelectorPromptTemplate
 from llama_index.core.query_pipeline import (
     ArgPackComponent,
     FnComponent,
@@ -184,6 +184,75 @@ def test_streamed_response_is_planned(llm: Conure) -> None:
     assert whole(explain(fast))
     with pytest.raises(ProgramError, match="module 'LLMChatComponent': its response is streamed"):
         to_program(pipeline)
+
+
+def test_stream_that_a_prompt_reads_is_left_to_the_pipeline(llm: Conure) -> None:
+    of_this_core: Any = llm
+    first = of_this_core.as_query_component(streaming=True)
+    pipeline = QueryPipeline(chain=[PromptTemplate("A {x}"), first, PromptTemplate("B {y}"), llm])
+    fast = accelerate(pipeline)
+    assert str(fast.run(x="tea")) == str(pipeline.run(x="tea"))
+    report = explain(fast)
+    assert (report.num_planned, len(report.calls), report.num_wasted) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("is_iterator_in_list", [False, True])
+def test_iterator_that_a_step_reads_is_left_to_it(
+    llm: Conure, client: Client, is_iterator_in_list: bool
+) -> None:
+    def joined(parts: Any) -> str:
+        return ",".join(parts[0] if is_iterator_in_list else parts)
+
+    def given() -> Any:
+        letters = (letter for letter in "ab")
+        return [letters] if is_iterator_in_list else letters
+
+    pipeline = QueryPipeline(chain=[FnComponent(fn=joined), PromptTemplate("A {x}"), llm])
+    expected = str(pipeline.run(parts=given()))
+    fast = accelerate(pipeline)
+    assert str(fast.run(parts=given())) == expected
+    assert whole(explain(fast))
+    assert str(to_program(pipeline).run(client, parts=given())) == expected
+
+
+def test_prompt_without_an_llm_has_its_default_template(llm: Conure, client: Client) -> None:
+    def has_chat(llm: Any) -> bool:
+        raise AssertionError("no LLM is known")
+
+    choice = SelectorPromptTemplate(
+        default_template=PromptTemplate("Of {x}"),
+        conditionals=[(has_chat, PromptTemplate("Chat of {x}"))],
+    )
+    pipeline = QueryPipeline(chain=[choice, llm])
+    expected = str(pipeline.run(x="tea"))
+    fast = accelerate(pipeline)
+    assert str(fast.run(x="tea")) == expected
+    assert whole(explain(fast))
+    assert str(to_program(pipeline).run(client, x="tea")) == expected
+
+
+def test_error_of_a_plan_is_noted(llm: Conure) -> None:
+    ran: list[Any] = []
+
+    def is_chat(llm: Any) -> bool:
+        ran.append(llm)
+        if len(ran) == 1:
+            raise KeyError("only once")
+        return False
+
+    choice = SelectorPromptTemplate(
+        default_template=PromptTemplate("Of {x}"),
+        conditionals=[(is_chat, PromptTemplate("Chat of {x}"))],
+    )
+    of_this_core: Any = choice
+    prompt = of_this_core.as_query_component(llm=llm)
+    pipeline = QueryPipeline(chain=[prompt, llm, PromptTemplate("B {y}"), llm])
+    fast = accelerate(pipeline)
+    made = fast.run(x="tea")
+    assert str(made) == str(pipeline.run(x="tea"))
+    report = explain(fast)
+    assert (report.num_planned, len(report.calls), report.num_wasted) == (2, 2, 0)
+    assert report.notes == ["KeyError: 'only once'"]
 
 
 def test_invalid_prompt_input_is_rejected_at_its_module(llm: Conure) -> None:
