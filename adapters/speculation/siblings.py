@@ -3,8 +3,8 @@
 The application computes the values of siblings in threads or tasks of its own, a millisecond or two
 after each other. A call that reaches an engine after the others may have to wait for a whole step.
 So the run delays the first call that is ready until its siblings are ready. The call waits no
-longer than the age of the plan, so the time until its request at most doubles, and never longer
-than `MAX_WAIT_S`.
+longer than the plan has existed, so waiting at most doubles the time until the request is sent. It
+never waits longer than `MAX_WAIT_S`.
 
 Out of scope: values that depend on answers. Siblings wait once, for their first values.
 """

@@ -34,7 +34,7 @@ from . import path_extractors
 from .report import Report
 from .scope import ACTIVE_SCOPE, APP_CLASS, Scope, active_scope, app_class
 from .scoped_generators import scoped_result
-from .span_planner import begin, plan_part
+from .span_planner import begin, plan_method
 
 T = TypeVar("T")
 
@@ -94,8 +94,9 @@ def conure_run() -> Generator[Report, None, None]:
 
     Parts of LlamaIndex that start in the block are planned as in an accelerated app, and all calls
     of the block, its tasks and its threads go into one program. The run ends with the block.
-    Streams that are open at that point are still read to their end; later calls, even those of
-    such a stream, are not part of the run. A block inside a run belongs to that run.
+    A stream that is open then can still be read to its end. Calls made after the block are not part
+    of the run, except those that a streamed response of a query engine, a chat engine or a
+    synthesizer makes. A block inside a run belongs to that run.
 
     Yields:
         The report of the run, which grows until the run ends.
@@ -218,14 +219,13 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
-            scope = active_scope()
-            if scope is not None:
-                _plan_without_span(scope, self, method, args, kwargs)
+            if active_scope() is not None:
+                _plan_without_span(self, method, args, kwargs)
                 return await method(self, *args, **kwargs)
             scope = _begin(self)
             try:
                 with ACTIVE_SCOPE.activate(scope):
-                    _plan_without_span(scope, self, method, args, kwargs)
+                    _plan_without_span(self, method, args, kwargs)
                     result = await method(self, *args, **kwargs)
             except BaseException:
                 scope.release(has_failed=True)
@@ -250,15 +250,10 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _plan_without_span(
-    scope: Scope, app: Any, method: Callable[..., Any], args: Any, kwargs: Any
-) -> None:
+def _plan_without_span(app: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Plan an app whose method has no span, which is that of a path extractor."""
     if app_class(app) in path_extractors.PLANNERS:
-        with contextlib.suppress(TypeError):  # wrong arguments: the method raises
-            given = inspect.signature(method).bind(app, *args, **kwargs).arguments
-            name = f"{type(app).__name__}.{method.__name__}"
-            plan_part(scope, app, method.__name__, given, name)
+        plan_method(app, method, args, kwargs)
 
 
 def _begin(app: Any) -> Scope:

@@ -2,7 +2,7 @@
 
 LlamaIndex makes their calls one after the other, though the summaries of documents and the keywords
 of nodes do not depend on each other, nor do the summaries of one level of a tree. It opens no span
-for these methods, so `add_spans` decorates them as LlamaIndex decorates others.
+for these methods, so `watch_methods` wraps them: a call inside a run is planned first.
 
 Only the exact classes are planned, because a subclass may behave differently. Of a large index, the
 first `MAX_CALLS` calls are planned.
@@ -12,6 +12,8 @@ Invariant: the planned calls are the calls that the index makes.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
@@ -22,7 +24,6 @@ from llama_index.core.indices.document_summary import DocumentSummaryIndex
 from llama_index.core.indices.keyword_table.base import BaseKeywordTableIndex, KeywordTableIndex
 from llama_index.core.schema import MetadataMode
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index_instrumentation import get_dispatcher
 
 from . import synthesizers
 from .plan_builder import NotPlanned, PlanBuilder, checked_template
@@ -33,6 +34,10 @@ MAX_CALLS = 1_000
 until the plan is made."""
 IndexPlanner: TypeAlias = Callable[[Any, PlanBuilder, dict[str, Any]], None]
 """Plans the calls that a method makes with these arguments."""
+MethodPlanner: TypeAlias = Callable[[Any, Callable[..., Any], Any, Any], None]
+"""Plans a method inside a run: instance, method, arguments by position and by name."""
+_IS_WATCHED = "__conure_watched__"
+"""Attribute of a method that is planned before it runs."""
 
 
 def plan_keywords(
@@ -111,11 +116,33 @@ def plan(index: Any, kind: type[Any], builder: PlanBuilder, arguments: dict[str,
     return []
 
 
-def add_spans() -> None:
-    """Let LlamaIndex report when these methods start. Repeated calls have no effect."""
-    span = get_dispatcher(__name__).span
+def watch_methods(plan_method: MethodPlanner) -> None:
+    """Plan these methods before they run. Repeated calls have no effect."""
     for kind, names in METHODS.items():
         owner = _OWNERS.get(kind, kind)
         for name in names:
-            if (method := vars(owner).get(name)) is not None:
-                setattr(owner, name, span(method))
+            method = vars(owner).get(name)
+            if method is not None and not hasattr(method, _IS_WATCHED):
+                setattr(owner, name, _planned_first(method, plan_method))
+
+
+def _planned_first(method: Callable[..., Any], plan_method: MethodPlanner) -> Callable[..., Any]:
+    """Return the method, which is planned before it runs."""
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
+            plan_method(self, method, args, kwargs)
+            return await method(self, *args, **kwargs)
+
+        watched: Callable[..., Any] = awaited
+    else:
+
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            plan_method(self, method, args, kwargs)
+            return method(self, *args, **kwargs)
+
+        watched = called
+    setattr(watched, _IS_WATCHED, True)
+    return watched

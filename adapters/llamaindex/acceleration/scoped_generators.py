@@ -75,9 +75,9 @@ class ScopedGenerator(Generator[Any, Any, None]):
 class HistoryThread(threading.Thread):
     """Stands for the thread in which LlamaIndex reads a chat stream and writes its answer down.
 
-    LlamaIndex joins that thread when the app's generator of the same answer is closed, and the
-    garbage collector may close the generator on the thread that sends and receives for the run. The
-    reader would then wait for events that this thread cannot receive.
+    LlamaIndex joins that thread when the app closes its generator. The garbage collector may do so
+    on the I/O thread of the run. The reader would then wait for events that this thread cannot
+    receive.
     """
 
     def __init__(self, thread: threading.Thread, scope: Scope) -> None:
@@ -86,7 +86,10 @@ class HistoryThread(threading.Thread):
         self._scope = scope
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the reader, except in a collection while the run needs other threads."""
+        """Wait for the reader.
+
+        If the garbage collector calls this while the run still needs other threads, return at once.
+        """
         if not self._scope.is_in_collection:
             self._reader.join(timeout)
 
@@ -135,18 +138,24 @@ class AsyncScopedGenerator(AsyncGenerator[Any, Any]):
 
 
 def scoped_result(result: Any, scope: Scope) -> Any:
-    """Return the result of an app; a stream in it holds the run."""
-    if isinstance(result, Generator):
-        return ScopedGenerator(result, scope)
-    if isinstance(result, AsyncGenerator):
-        return AsyncScopedGenerator(result, scope)
-    if isinstance(result, StreamingResponse) and result.response_gen is not None:
-        result.response_gen = ScopedGenerator(result.response_gen, scope)
-    elif isinstance(result, AsyncStreamingResponse):
-        result.response_gen = AsyncScopedGenerator(result.response_gen, scope)
-    elif isinstance(result, StreamingAgentChatResponse):
+    """Return the result of an app; a stream in it holds a run, once."""
+    if isinstance(result, StreamingAgentChatResponse):
         scope_chat_stream(result, scope)
+    elif isinstance(result, StreamingResponse | AsyncStreamingResponse):
+        result.response_gen = _scoped_stream(result.response_gen, scope)
+    else:
+        result = _scoped_stream(result, scope)
     return result
+
+
+def _scoped_stream(stream: Any, scope: Scope) -> Any:
+    if isinstance(stream, ScopedGenerator | AsyncScopedGenerator):
+        return stream
+    if isinstance(stream, Generator):
+        return ScopedGenerator(stream, scope)
+    if isinstance(stream, AsyncGenerator):
+        return AsyncScopedGenerator(stream, scope)
+    return stream
 
 
 def scope_chat_stream(response: StreamingAgentChatResponse, scope: Scope) -> None:
@@ -161,9 +170,6 @@ def scope_chat_stream(response: StreamingAgentChatResponse, scope: Scope) -> Non
         if reader is not None and not isinstance(reader, HistoryThread):
             response.write_response_to_history_thread = HistoryThread(reader, scope)
         if isinstance(response.chat_stream, Generator):
-            if not isinstance(response.chat_stream, ScopedGenerator):
-                response.chat_stream = ScopedGenerator(response.chat_stream, scope)
-        elif isinstance(response.achat_stream, AsyncGenerator) and not isinstance(
-            response.achat_stream, AsyncScopedGenerator
-        ):
-            response.achat_stream = AsyncScopedGenerator(response.achat_stream, scope)
+            response.chat_stream = _scoped_stream(response.chat_stream, scope)
+        else:
+            response.achat_stream = _scoped_stream(response.achat_stream, scope)

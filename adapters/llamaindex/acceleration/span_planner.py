@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 from llama_index.core.extractors import BaseExtractor
 from llama_index.core.postprocessor import LLMRerank
@@ -25,7 +26,7 @@ from ..llm.llm import Conure
 from . import extractors, indices, path_extractors, postprocessors, synthesizers
 from .plan_builder import NotPlanned, PlanBuilder, check_llm
 from .scope import Scope, active_scope, app_class
-from .scoped_generators import scope_chat_stream
+from .scoped_generators import scope_chat_stream, scoped_result
 
 PartPlanner: TypeAlias = Callable[[Any, type[Any], PlanBuilder, dict[str, Any]], list[str]]
 
@@ -57,6 +58,8 @@ PARTS: tuple[PlannablePart, ...] = (
 
 _HANDLERS_LOCK = threading.Lock()
 """Held while the handler is added, once per process."""
+_STREAMED = (StreamingResponse, AsyncStreamingResponse, StreamingAgentChatResponse)
+"""Responses whose calls LlamaIndex may make when the app reads them, after the span."""
 _STREAM_READERS = ("write_response_to_history", "awrite_response_to_history")
 _SPAN_ID = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.DOTALL)
 """LlamaIndex's id of a span: `Class.method`, then a UUID."""
@@ -101,9 +104,9 @@ class PlanningSpanHandler(BaseSpanHandler[BaseSpan]):
         result: Any | None = None,
         **kwargs: Any,
     ) -> None:
-        """Let the stream of a chat response hold the run. No span is kept."""
-        if isinstance(result, StreamingAgentChatResponse) and (scope := active_scope()) is not None:
-            scope_chat_stream(result, scope)
+        """Let the stream of a response hold the run. No span is kept."""
+        if isinstance(result, _STREAMED) and (scope := active_scope()) is not None:
+            scoped_result(result, scope)  # replaces the stream in the response
 
     def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no span is kept."""
@@ -114,7 +117,7 @@ def begin(app: Any = None) -> Scope:
     root = get_dispatcher()
     with _HANDLERS_LOCK:
         if not any(isinstance(handler, PlanningSpanHandler) for handler in root.span_handlers):
-            indices.add_spans()
+            indices.watch_methods(plan_method)
             root.add_span_handler(PlanningSpanHandler())
     return Scope(app)
 
@@ -140,6 +143,19 @@ def plan_part(
                 scope.note(f"{name}: its LLM is a {type(llm).__name__}")
             else:
                 scope.note(f"{name}: it has no attribute {part.llm!r} with an LLM")
+
+
+def plan_method(instance: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Plan a part whose method, which has not run yet, has no span; nothing outside of a run."""
+    scope = active_scope()
+    if scope is None:
+        return
+    try:
+        given = inspect.signature(method).bind(instance, *args, **kwargs)
+    except TypeError:  # wrong arguments: the method raises
+        return
+    name = f"{type(instance).__name__}.{method.__name__}"
+    plan_part(scope, instance, method.__name__, given.arguments, name)
 
 
 def _plan(

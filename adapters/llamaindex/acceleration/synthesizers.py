@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate
@@ -39,14 +40,18 @@ from .prompt_inputs import fits, text_read
 
 
 class SpanlessTextPacker(PromptHelper):
-    """Packs texts as `PromptHelper` does, without LlamaIndex's span of every split."""
+    """Packs texts as `PromptHelper` does, without LlamaIndex's span and event of every split."""
 
     def get_text_splitter_given_prompt(self, *args: Any, **kwargs: Any) -> TokenTextSplitter:
-        """Return the splitter, whose `split_text` is the method within the span."""
+        """Return the splitter without callbacks; its `split_text` is the method within the span."""
         splitter = super().get_text_splitter_given_prompt(*args, **kwargs)
         method = splitter.split_text
-        # The method of the class stays; pydantic would refuse another attribute.
+        # This replaces the method of this splitter only. `setattr` would not do: pydantic refuses
+        # unknown attributes.
         object.__setattr__(splitter, "split_text", getattr(method, "__wrapped__", method))
+        silent = CallbackManager()  # takes over handlers of the app
+        silent.set_handlers([])
+        splitter.callback_manager = silent
         return splitter
 
 
@@ -65,7 +70,7 @@ def without_spans(part: Any) -> Any:
 
 
 MARGIN = 8
-"""How many tokens two joined texts may have more than the two separately."""
+"""How many tokens joining two texts may add."""
 
 
 def plan_tree(

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core import Settings
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import StreamingResponse
+from llama_index.core.callbacks import CallbackManager
 from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.extractors import (
     KeywordExtractor,
@@ -47,7 +49,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import RunError
 
-from .conformance import Person, Recorder
+from .conformance import Handler, Person, Recorder
 
 # llama-index-workflows 1 uses what it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:ServiceManager is deprecated:DeprecationWarning")
@@ -585,4 +587,21 @@ def test_spans_of_accelerated_synthesizer_are_the_same(
     fast = accelerate(plain)
     fast.synthesize("Why?", nodes())
     assert sorted(spans.names) == expected
+    assert explain(fast).num_planned > 0
+
+
+@pytest.mark.parametrize("mode", [*PLANNED_MODES, "simple_summarize"])
+def test_callbacks_of_accelerated_synthesizer_are_the_same(
+    make_llm: Callable[..., Conure], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    handler = Handler()
+    monkeypatch.setattr(Settings, "_callback_manager", CallbackManager([handler]))
+    llm = make_llm(context_window=1300)
+    plain = get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode))
+    plain.synthesize("Why?", nodes())
+    expected, handler.starts[:] = sorted(kind for kind, _ in handler.starts), []
+    assert "chunking" in expected
+    fast = accelerate(plain)
+    fast.synthesize("Why?", nodes())
+    assert sorted(kind for kind, _ in handler.starts) == expected
     assert explain(fast).num_planned > 0

@@ -198,14 +198,13 @@ async def test_answers_that_other_tasks_await_outlive_a_failure(
     config = Config(engine="fake", data=tmp_path, time_per_call=0.2)
     with Client(app=create_app(config)) as client:
         llm = Conure(client=client, temperature=0, max_tokens=4)
-        waiting = asyncio.create_task(asyncio.sleep(0))
+        waiting: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(0))
         with pytest.raises(ZeroDivisionError), conure_run():
             waiting = asyncio.create_task(llm.acomplete("b"))
             await llm.acomplete("a", max_tokens=1)
             raise ZeroDivisionError
         assert not waiting.done()
-        made: Any = await waiting
-        assert made.text == llm.complete("b").text
+        assert (await waiting).text == llm.complete("b").text
         await all_ended(client, submitted)
         await llm._clients.aclose()
 
@@ -262,6 +261,18 @@ async def test_stream_that_outlives_its_block_is_whole(llm: Conure, submitted: l
         stream = llm.stream_complete("a")
     assert "".join(piece.delta or "" for piece in stream) == expected
     assert len(report.calls) == 1
+    await all_ended(llm.connection(), submitted)
+
+
+async def test_streamed_response_that_outlives_its_block_is_part_of_the_run(
+    llm: Conure, submitted: list[str]
+) -> None:
+    synthesizer = Refine(llm=llm, streaming=True)
+    expected = str(synthesizer.synthesize("Why?", nodes=nodes(1)))
+    with conure_run() as report:
+        response = synthesizer.synthesize("Why?", nodes=nodes(1))
+    assert str(response) == expected
+    assert (report.num_planned, len(report.calls), report.num_wasted) == (1, 1, 0)
     await all_ended(llm.connection(), submitted)
 
 

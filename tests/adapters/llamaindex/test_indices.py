@@ -13,8 +13,12 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
 from conure.adapters.llamaindex import Conure, conure_run
 from conure.adapters.llamaindex.acceleration import indices
+from conure.adapters.llamaindex.acceleration.span_planner import plan_method
 
 from .conformance import RESERVES_ANSWERS
+from .test_accelerate import SpanNames, spans
+
+__all__ = ["spans"]
 
 NUM_DOCUMENTS = 4
 MODES = [
@@ -148,8 +152,18 @@ def test_large_index_is_planned_in_part(llm: Conure, monkeypatch: pytest.MonkeyP
     assert len(report.calls) == 6
 
 
-def test_methods_are_decorated_once() -> None:
-    indices.add_spans()
-    decorated = vars(GPTTreeIndexBuilder)["build_index_from_nodes"]
-    indices.add_spans()
-    assert vars(GPTTreeIndexBuilder)["build_index_from_nodes"] is decorated
+def test_methods_are_wrapped_once() -> None:
+    indices.watch_methods(plan_method)
+    wrapped = vars(GPTTreeIndexBuilder)["build_index_from_nodes"]
+    indices.watch_methods(plan_method)
+    assert vars(GPTTreeIndexBuilder)["build_index_from_nodes"] is wrapped
+
+
+def test_building_an_index_has_the_same_spans_after_a_run(llm: Conure, spans: SpanNames) -> None:
+    with conure_run():
+        summaries(llm, ResponseMode.TREE_SUMMARIZE)
+    spans.names.clear()
+    summaries(llm, ResponseMode.TREE_SUMMARIZE)
+    tree(llm, 9)
+    assert spans.names
+    assert not any("_add_nodes_to_index" in name or "build_index" in name for name in spans.names)

@@ -6,11 +6,13 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
 import pytest
+from llama_index.core.base.response.schema import StreamingResponse
 
 from conure.adapters.llamaindex.acceleration.scope import Scope
 from conure.adapters.llamaindex.acceleration.scoped_generators import (
     AsyncScopedGenerator,
     ScopedGenerator,
+    scoped_result,
 )
 
 
@@ -28,6 +30,23 @@ class CountingScope(Scope):
     def release(self, *, has_failed: bool = False) -> None:
         """Forget a hold."""
         self.num_holds -= 1
+
+
+def test_stream_of_a_response_holds_its_run_once() -> None:
+    scope = CountingScope()
+    response = StreamingResponse(response_gen=(text for text in "ab"))
+    for _ in range(2):
+        assert scoped_result(response, scope) is response
+    assert scope.num_holds == 1
+    assert str(response) == "ab"
+    assert scope.num_holds == 0
+
+
+def test_stream_that_is_no_generator_is_left_alone() -> None:
+    scope = CountingScope()
+    texts: Any = iter(["a", "b"])
+    assert str(scoped_result(StreamingResponse(response_gen=texts), scope)) == "ab"
+    assert scope.num_holds == 0
 
 
 def test_generator_whose_close_raises_releases_its_run() -> None:

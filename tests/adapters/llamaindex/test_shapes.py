@@ -74,6 +74,32 @@ async def test_function_steps_belong_to_accelerated_workflow(llm: Conure) -> Non
     assert explain(fast).num_planned == len(explain(fast).calls) == 3
 
 
+class Rag(Workflow):
+    """Returns a response that is streamed."""
+
+    def __init__(self, llm: Conure) -> None:
+        super().__init__(timeout=60)
+        self.llm = llm
+
+    @step
+    async def answer(self, ev: StartEvent) -> StopEvent:
+        synthesizer = CompactAndRefine(llm=self.llm, streaming=True)
+        return StopEvent(result=await synthesizer.asynthesize("Why?", ev.nodes))
+
+
+async def test_stream_that_a_workflow_returns_is_part_of_its_run(llm: Conure) -> None:
+    app: Any = Rag(llm)
+    fast = accelerate(app)
+    made = []
+    for each in (app, fast):
+        response = await each.run(nodes=nodes(1))
+        made.append("".join([piece async for piece in response.async_response_gen()]))
+    assert made[0] == made[1]
+    report = explain(fast)
+    assert (report.num_planned, len(report.calls), report.num_wasted) == (1, 1, 0)
+    assert len(report.programs) == 1
+
+
 def test_accelerated_workflow_keeps_its_name(client: Client) -> None:
     class Local(Fan):
         pass
