@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from conure.server.program.ir import Json
 
+from ...client.exchange.programs import new_id
+
 ANSWER = "answer"
 """The variable of a program with one call."""
 CALL = "call"
@@ -47,11 +49,14 @@ class ModelRequest:
 
 
 def program_of(call: ModelRequest) -> dict[str, Json]:
-    """Return the submission of a program with one call."""
+    """Return a new submission of a program with one call.
+
+    It has an id, so that an interrupted caller can cancel it before the server answers.
+    """
     program = {
         "name": "Conure.llamaindex",
         "nodes": [call.node(CALL, ANSWER)],
         "outputs": [ANSWER],
     }
     options = {} if call.timeout_s is None else {"deadline_s": call.timeout_s}
-    return {"program": program, "options": options}
+    return {"id": new_id(), "program": program, "options": options}

@@ -18,7 +18,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import BaseOutputParser
 
-from conure.adapters.client import Client, NotReadyError, Retry, ServerUnreachableError
+from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry, ServerUnreachableError
 from conure.adapters.llamaindex import Conure
 from conure.server.program.errors import NotFoundError, ProgramError, RunError
 
@@ -264,6 +264,57 @@ async def test_abandoned_async_stream_is_cancelled(llm: Conure, double: Any, kit
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
     assert len(double.of("DELETE", PROGRAM)) == 1
+
+
+CALLS: dict[str, Callable[[Conure], Any]] = {
+    "complete": lambda llm: llm.complete("a"),
+    "stream": lambda llm: list(llm.stream_complete("a")),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_call_that_is_interrupted_while_it_is_submitted_is_cancelled(
+    llm: Conure, double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(llm.connection()._settings), "unreachable", interrupt)
+    double.answer("POST", "/v1/programs", kit.Answer(is_lost=True))
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[way](llm)
+    (post,) = double.of("POST", "/v1/programs")
+    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_task_that_is_cancelled_while_it_submits_a_call_cancels_it(
+    llm: Conure, double: Any, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    is_accepted = asyncio.Event()
+    submit = AsyncClient.submit
+
+    async def accept(*args: Any, **kwargs: Any) -> Any:
+        await submit(*args, **kwargs)
+        is_accepted.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AsyncClient, "submit", accept)
+
+    async def call() -> None:
+        if is_streamed:
+            await anext(await llm.astream_complete("a"))
+        else:
+            await llm.acomplete("a")
+
+    calling = asyncio.create_task(call())
+    await is_accepted.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    (post,) = double.of("POST", "/v1/programs")
+    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
 
 
 def test_unread_stream_submits_nothing(llm: Conure, double: Any) -> None:
