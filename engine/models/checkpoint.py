@@ -37,6 +37,7 @@ class Checkpoint:
     config: dict[str, Any]
     """The content of config.json."""
     tokenizer_json: str
+    """The content of tokenizer.json, without padding and truncation."""
     chat_template: str
     """Jinja source; empty if the folder has none."""
     special_tokens: dict[str, str]
@@ -181,8 +182,7 @@ def dtype_name(config: dict[str, Any], dtype: str, device: str) -> str:
 
 def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint at `found` with the tokenizer files in `folder`."""
-    tokenizer_path = folder / "tokenizer.json"
-    tokenizer_json = _text(tokenizer_path)
+    tokenizer_json, tokenizer = _tokenizer(folder / "tokenizer.json")
     tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
     return Checkpoint(
         path=found,
@@ -190,7 +190,7 @@ def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkp
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(folder, tokenizer_config),
-        bos_id=_bos_id(tokenizer_json, tokenizer_path),
+        bos_id=_bos_id(tokenizer),
         eos_ids=_eos_ids(_json_object(folder / "generation_config.json") or {}, config),
     )
 
@@ -242,13 +242,27 @@ def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str,
     return found
 
 
-def _bos_id(tokenizer_json: str, path: Path) -> int | None:
-    """Return the id that the tokenizer's post-processing adds before a text, if any."""
+def _tokenizer(path: Path) -> tuple[str, Tokenizer]:
+    """Return a tokenizer.json and its tokenizer, both without padding and truncation.
+
+    Some folders keep the padding of their training. It would apply to every single text, too.
+    """
+    tokenizer_json = _text(path)
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     # The library raises bare Exception.
     except Exception as error:
         raise EngineError("model.invalid", f"{path} is not a tokenizer: {error}") from error
+    if tokenizer.padding is not None or tokenizer.truncation is not None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        content = {**json.loads(tokenizer_json), "padding": None, "truncation": None}
+        tokenizer_json = json.dumps(content, ensure_ascii=False)
+    return tokenizer_json, tokenizer
+
+
+def _bos_id(tokenizer: Tokenizer) -> int | None:
+    """Return the id that the tokenizer's post-processing adds before a text, if any."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     processed = tokenizer.encode("a", add_special_tokens=True).ids
     if len(processed) > len(plain) and processed[1 : 1 + len(plain)] == plain:

@@ -9,12 +9,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
+from tokenizers import Tokenizer
 
 from conure.engine.models import checkpoint
 from conure.engine.protocol import EngineError
+from conure.engine.testing.scripted_runner import FakeRunner
 from conure.engine.text import byte_tokenizer
 
 from .. import shrunk
+from ..constraint_harness import ConstraintHarness, lark
 
 
 def folder_of(path: Path, files: dict[str, Any]) -> Path:
@@ -62,6 +65,32 @@ def test_generation_config_overrides_eos_ids(
 def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
     assert checkpoint.read(folder_of(tmp_path, {"tokenizer.json": text})).bos_id == 256
+
+
+@pytest.mark.parametrize("options", [{"length": 32}, {"pad_to_multiple_of": 8}])
+def test_padding_and_truncation_of_a_tokenizer_are_removed(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.enable_padding(**options)
+    tokenizer.enable_truncation(4)
+    found = checkpoint.read(folder_of(tmp_path, {"tokenizer.json": tokenizer.to_str()}))
+    assert found.bos_id == 256
+    read = Tokenizer.from_str(found.tokenizer_json)
+    assert (read.padding, read.truncation) == (None, None)
+    assert json.loads(found.tokenizer_json) == json.loads(text)
+
+
+def test_padding_of_a_tokenizer_does_not_reach_constrained_outputs(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer.tokenizer_json())
+    tokenizer.enable_padding(length=32)
+    folder = folder_of(tmp_path, {"tokenizer.json": tokenizer.to_str()})
+    runner = FakeRunner()
+    runner.tokenizer_json = checkpoint.read(folder).tokenizer_json
+    harness = ConstraintHarness(runner)
+    assert harness.call(lark('start: "only this"')).finished.constraint == "met"
+    harness.close()
 
 
 @pytest.mark.parametrize(
