@@ -2,11 +2,15 @@
 
 Three threads run what may take long. The *compile thread* first tries a new constraint in a sandbox
 process, then compiles it. The *text thread* validates finished texts against relaxed schemas, in a
-sandbox of its own. The *advance thread* advances the grammars that turned out to be slow, and
-compiles those again whose lexer is exhausted. Work that an output waits for runs before checks of
-constraints. The step loop continues meanwhile and collects finished work
-(`collect`). A file descriptor (`fileno`) becomes readable when there is any, so that an idle loop
-wakes up.
+sandbox of its own. The *advance thread* starts outputs whose grammar was compiled, advances
+grammars that turned out to be slow, and recompiles grammars whose lexer is exhausted. Work that an
+output waits for runs before checks of constraints. The step loop continues meanwhile and collects
+finished work (`collect`). A file descriptor (`fileno`) becomes readable when there is any, so that
+an idle loop wakes up.
+
+All outputs of one compiled grammar share its lexer, which is locked while a mask is computed. So
+either the step loop or the advance thread uses a lexer. While the advance thread has work for one
+output of a grammar, it also starts and advances the other outputs of that grammar.
 
 Compiled grammars, and errors that constraints cause, are cached by source, least recently used
 evicted first, up to `MAX_CACHED_BYTES` by a conservative estimate: the library does not report the
@@ -28,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from queue import PriorityQueue
@@ -42,7 +46,7 @@ from .. import protocol
 from . import grammar
 from .grammar import CompiledGrammar
 from .sandbox import SandboxedGrammarCheck, SandboxRequest
-from .state import ConstraintState
+from .state import ConstraintState, SharedLexer
 
 LONG_S: Final = 1.0
 RETRY_S: Final = 30.0
@@ -70,6 +74,7 @@ class _CachedGrammar:
     error: protocol.EngineError | None
     num_bytes: int
     is_relaxed: bool = False
+    lexer: SharedLexer = field(default_factory=SharedLexer)
     retry_at_s: float = math.inf
     """When the constraint is compiled again, on the monotonic clock."""
 
@@ -128,7 +133,7 @@ class ConstraintCompiler:
         """Return the constraint of an output of at most `max_tokens` tokens.
 
         The constraint is busy until its grammar is compiled, unless the grammar is cached with a
-        lexer that is not exhausted.
+        lexer that is neither exhausted nor in use by the advance thread.
 
         Raises:
             EngineError: if the constraint is cached as invalid.
@@ -144,15 +149,19 @@ class ConstraintCompiler:
                     self._compile_thread.submit(lambda: self._compile_for_waiting(key, source))
                 self._waiting[key].append(constraint)
                 return constraint
-        _start(constraint, cached)
-        constraint.is_busy = False
-        self._restart_if_exhausted(constraint)
+        constraint.lexer = cached.lexer
+        if cached.error is None and cached.lexer.num_jobs:
+            self._submit_advance(constraint, partial(_start, constraint, cached))
+        else:
+            _start(constraint, cached)
+            constraint.is_busy = False
+            self._restart_if_exhausted(constraint)
         return constraint
 
     def advance(self, constraint: ConstraintState, token_id: int) -> None:
-        """Consume a token. A slow or exhausted constraint is busy until that is done."""
-        if constraint.is_slow:
-            self._submit(constraint, self._advance_thread, lambda: constraint.advance(token_id))
+        """Consume a token. If the advance thread does it, the constraint is busy until then."""
+        if constraint.is_slow or constraint.lexer.num_jobs:
+            self._submit_advance(constraint, lambda: constraint.advance(token_id))
         else:
             constraint.advance(token_id)
             self._restart_if_exhausted(constraint)
@@ -161,8 +170,9 @@ class ConstraintCompiler:
         """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
 
         def validate() -> None:
-            request = SandboxRequest(constraint.source, text)
-            constraint.is_valid = self._text_sandbox.validate(request).matches is not False
+            if not constraint.is_released:
+                request = SandboxRequest(constraint.source, text)
+                constraint.is_valid = self._text_sandbox.validate(request).matches is not False
 
         self._submit(constraint, self._text_thread, validate)
 
@@ -226,7 +236,13 @@ class ConstraintCompiler:
     def _restart_if_exhausted(self, constraint: ConstraintState) -> None:
         """Restart a constraint whose lexer is exhausted. It is busy until that is done."""
         if constraint.is_exhausted:
-            self._submit(constraint, self._advance_thread, lambda: None)
+            self._submit_advance(constraint, lambda: None)
+
+    def _submit_advance(self, constraint: ConstraintState, job: _Job) -> None:
+        """Run a job that uses the lexer of a constraint in the advance thread."""
+        with self._lock:
+            constraint.lexer.num_jobs += 1
+        self._submit(constraint, self._advance_thread, partial(self._use_lexer, constraint, job))
 
     def _submit(self, constraint: ConstraintState, worker: _WorkerThread, job: _Job) -> None:
         """Run a job on a constraint in a worker thread. The constraint is collected afterwards."""
@@ -238,14 +254,22 @@ class ConstraintCompiler:
 
     def _run(self, constraint: ConstraintState, job: _Job) -> None:
         try:
-            if not constraint.is_released:
-                job()
-            if not constraint.is_released and constraint.is_exhausted:
-                self._restart(constraint)
+            job()
         except Exception as error:
             # Without a result, the output would wait forever.
             constraint.error = _reported(error)
         self._add_ready(constraint)
+
+    def _use_lexer(self, constraint: ConstraintState, job: _Job) -> None:
+        """Run a job of the advance thread, and restart the constraint if its lexer is exhausted."""
+        try:
+            if not constraint.is_released:
+                job()
+            if not constraint.is_released and constraint.is_exhausted:
+                self._restart(constraint)
+        finally:
+            with self._lock:
+                constraint.lexer.num_jobs -= 1
 
     def _compile_for_waiting(self, key: bytes, source: str) -> None:
         with self._lock:
@@ -257,8 +281,11 @@ class ConstraintCompiler:
         with self._lock:
             # From here on, `create` uses the cached grammar.
             waiting = self._waiting.pop(key)
+            cached.lexer.num_jobs += len(waiting)
         for constraint in waiting:
-            self._run(constraint, partial(_start, constraint, cached))
+            constraint.lexer = cached.lexer
+            start = partial(self._use_lexer, constraint, partial(_start, constraint, cached))
+            self._advance_thread.submit(partial(self._run, constraint, start))
 
     def _get_or_compile(self, key: bytes, source: str) -> _CachedGrammar:
         """Return a cached grammar. Otherwise check it in the sandbox, then compile it.
@@ -340,16 +367,24 @@ class ConstraintCompiler:
         with self._lock:
             cached = self._find_cached(constraint.key)
         # Another output may have replaced the grammar.
-        current = None if cached is None else cached.compiled
-        if current is not None and constraint.restart(current.matcher.deep_copy()):
+        if cached is not None and self._restart_with(constraint, cached):
             return
         compiled = grammar.compile_grammar(self._tokenizer, constraint.compiled_source)
-        if constraint.restart(compiled.matcher.deep_copy()):
-            num_bytes = _num_bytes(constraint.source)
+        num_bytes = _num_bytes(constraint.source)
+        cached = _CachedGrammar(compiled, None, num_bytes, is_relaxed=constraint.is_relaxed)
+        if self._restart_with(constraint, cached):
             with self._lock:
-                self._grammars[constraint.key] = _CachedGrammar(
-                    compiled, None, num_bytes, is_relaxed=constraint.is_relaxed
-                )
+                self._grammars[constraint.key] = cached
+
+    def _restart_with(self, constraint: ConstraintState, cached: _CachedGrammar) -> bool:
+        """Restart a constraint with a copy of a grammar. Return False if that fails, too."""
+        if cached.compiled is None:
+            return False
+        with self._lock:
+            constraint.lexer.num_jobs -= 1
+            constraint.lexer = cached.lexer
+            constraint.lexer.num_jobs += 1
+        return constraint.restart(cached.compiled.matcher.deep_copy())
 
     def _add_ready(self, item: ConstraintState | protocol.Checked) -> None:
         # Both under the lock, so that the pipe is empty once the last item is collected.
@@ -415,7 +450,11 @@ def _reported(error: Exception) -> protocol.EngineError:
 
 
 def _start(constraint: ConstraintState, cached: _CachedGrammar) -> None:
-    """Start a constraint with a copy of a grammar. Called by any thread."""
+    """Start a constraint with a copy of a grammar. Called by any thread.
+
+    Raises:
+        EngineError: if the grammar has an error.
+    """
     if cached.error is not None:
         # A copy: an error that is raised keeps the frames of all its callers.
         raise _copy(cached.error)

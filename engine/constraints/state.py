@@ -5,8 +5,8 @@ A `ConstraintState` belongs to one Generate. After every token it provides the a
 whether the text may end here (`is_satisfied`) or must end (`is_complete`).
 
 Advancing takes about 20 microseconds and runs in the step loop. A grammar that turns out to be
-slow is advanced in a thread of `compiler` while other outputs continue. It fails once it has
-used `BUDGET_S`.
+slow is advanced in a thread of `compiler` while outputs of other grammars continue. It fails once
+it has used `BUDGET_S`.
 
 Out of scope: contexts, threads and caches.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 from ..protocol import EngineError
@@ -40,6 +41,16 @@ class Matcher(Protocol):
     def compute_ff_tokens(self) -> list[int]: ...
     def compute_bitmask(self) -> bytes: ...
     def consume_tokens(self, sampled_tokens: list[int], /) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class SharedLexer:
+    """The lexer of one compiled grammar. It is locked while one of the outputs uses it."""
+
+    num_jobs: int = 0
+    """Outputs that the advance thread uses or is about to use the lexer for. Until they are done,
+    the other outputs of the grammar are advanced in that thread, too: the step loop would wait for
+    the lock."""
 
 
 class ConstraintState:
@@ -78,6 +89,8 @@ class ConstraintState:
         self.is_exhausted = False
         """The matcher failed, possibly because of other outputs: all outputs of one compiled
         grammar share its lexer and the lexer's limits. `restart` may follow."""
+        self.lexer = SharedLexer()
+        """Replaced by that of the compiled grammar."""
         self._matcher: Matcher | None = None
         self._tokens: list[int] = []
         self._eos_ids = eos_ids

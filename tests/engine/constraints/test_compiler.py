@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conure.engine import protocol
-from conure.engine.constraints import compiler
+from conure.engine.constraints import compiler, grammar
 from conure.engine.constraints.compiler import ConstraintCompiler
 from conure.engine.constraints.sandbox import SandboxedGrammarCheck, SandboxReply, SandboxRequest
 from conure.engine.constraints.state import ConstraintState
@@ -303,8 +303,7 @@ def test_check_that_waited_too_long_is_not_made(
     constraints.submit_check(protocol.ValidateConstraint(1, lark('start: "b"')))
     now_s += compiler.CHECK_S + 1
     sandbox.is_open.set()
-    _, checked = wait(constraints, 2)
-    assert isinstance(checked, protocol.Checked)
+    [checked] = [each for each in wait(constraints, 2) if isinstance(each, protocol.Checked)]
     assert checked.code == "constraint.unavailable"
     assert len(sandbox.requests) == 1
 
@@ -387,6 +386,121 @@ def test_dead_end_of_a_grammar_is_an_error() -> None:
     state.start(DeadEndMatcher())
     assert state.error is not None
     assert state.error.code == "constraint.invalid"
+
+
+class GatedLexer:
+    """The lexer of a fake grammar. Masks wait for `is_open`; only one thread may use it at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.is_used = threading.Event()
+
+
+class FakeMatcher:
+    """A matcher of any text. Its copies share its lexer."""
+
+    def __init__(self, lexer: GatedLexer) -> None:
+        self._lexer = lexer
+
+    def deep_copy(self) -> FakeMatcher:
+        return FakeMatcher(self._lexer)
+
+    def compute_bitmask(self) -> bytes:
+        lexer = self._lexer
+        assert lexer.lock.acquire(blocking=False), "two threads use the lexer"
+        lexer.is_used.set()
+        is_open = lexer.is_open.wait(20)
+        lexer.lock.release()
+        assert is_open
+        return b"\xff"
+
+    def consume_tokens(self, sampled_tokens: list[int], /) -> bool:
+        assert not self._lexer.lock.locked(), "two threads use the lexer"
+        return True
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def is_error(self) -> bool:
+        return False
+
+    is_accepting = is_stopped = is_error
+
+    def get_error(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def lexer(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedLexer]:
+    """The lexer of every grammar."""
+    lexer = GatedLexer()
+    fake: Any = FakeMatcher(lexer)
+    monkeypatch.setattr(
+        grammar, "compile_grammar", lambda _, source: grammar.CompiledGrammar(fake, source)
+    )
+    yield lexer
+    lexer.is_open.set()
+
+
+def test_no_output_waits_for_the_lexer_in_the_step_loop(
+    constraints: ConstraintCompiler, lexer: GatedLexer
+) -> None:
+    source = lark('start: "a"')
+    slow, other = (constraints.create(source, 10) for _ in range(2))
+    wait(constraints, 2)
+    slow.is_slow = True
+    lexer.is_open.clear()
+    lexer.is_used.clear()
+    constraints.advance(slow, 1)
+    assert lexer.is_used.wait(20)
+    constraints.advance(other, 1)
+    new = constraints.create(source, 10)
+    assert slow.is_busy
+    assert other.is_busy
+    assert new.is_busy
+    lexer.is_open.set()
+    wait(constraints, 3)
+    assert [each.error for each in (slow, other, new)] == [None] * 3
+    assert not other.is_slow
+    # The lexer is free again.
+    constraints.advance(other, 1)
+    assert not other.is_busy
+    assert not constraints.create(source, 10).is_busy
+
+
+def test_step_loop_leaves_the_lexer_to_outputs_that_start(
+    constraints: ConstraintCompiler, lexer: GatedLexer, sandbox: CountingSandbox
+) -> None:
+    source = lark('start: "a"')
+    sandbox.is_open.clear()
+    waiting = [constraints.create(source, 10) for _ in range(2)]
+    lexer.is_open.clear()
+    sandbox.is_open.set()
+    assert lexer.is_used.wait(20)
+    waiting.append(constraints.create(source, 10))
+    assert waiting[-1].is_busy
+    lexer.is_open.set()
+    wait(constraints, 3)
+    assert [each.error for each in waiting] == [None] * 3
+
+
+def test_lexer_is_free_after_an_output_that_ended_early(
+    constraints: ConstraintCompiler, lexer: GatedLexer
+) -> None:
+    source = lark('start: "a"')
+    slow = constraints.create(source, 10)
+    wait(constraints, 1)
+    slow.is_slow = True
+    lexer.is_open.clear()
+    constraints.advance(slow, 1)
+    ended = constraints.create(source, 10)
+    assert ended.is_busy
+    constraints.release(ended)
+    lexer.is_open.set()
+    wait(constraints, 2)
+    assert not constraints.create(source, 10).is_busy
 
 
 def test_advancing_takes_microseconds(constraints: ConstraintCompiler) -> None:
