@@ -5,8 +5,8 @@ A `ConstraintState` belongs to one Generate. After every token it provides the a
 whether the text may end here (`is_satisfied`) or must end (`is_complete`).
 
 Advancing takes about 20 microseconds and runs in the step loop. A grammar that turns out to be
-slow is advanced in a thread of `compiler` while outputs of other grammars continue. It fails once
-it has used `BUDGET_S`.
+slow is advanced in a thread of `compiler` while outputs of other grammars continue. An output fails
+once its slow advances have used `BUDGET_S`.
 
 Out of scope: contexts, threads and caches.
 
@@ -26,7 +26,7 @@ from ..protocol import EngineError
 SLOW_S: Final = 0.01
 """CPU time of one advance from which on a grammar is advanced in a thread."""
 BUDGET_S: Final = 2.0
-"""CPU time that all advances of a slow output may take."""
+"""CPU time that the slow advances of an output may take in total."""
 
 ConstraintOutcome: TypeAlias = Literal["none", "met", "relaxed", "cut", "broken"]
 
@@ -178,16 +178,17 @@ class ConstraintState:
         return matcher
 
     def _charge(self, seconds: float) -> None:
-        """Charge CPU time to the budget of a slow grammar."""
-        self.is_slow = self.is_slow or seconds > SLOW_S
-        if not self.is_slow:
+        """Charge the CPU time of a slow advance to the budget."""
+        if seconds <= SLOW_S:
+            # Uncharged: the budget would limit the length of outputs with one slow advance.
             return
+        self.is_slow = True
         self._used_s += seconds
         if self._used_s > BUDGET_S:
             self.error = EngineError(
                 "constraint.too_complex",
-                f"the grammar took more than {BUDGET_S:g} s of CPU time during generation; "
-                "make it less ambiguous",
+                f"the grammar took more than {BUDGET_S:g} s of CPU time for tokens that took more "
+                f"than {1000 * SLOW_S:g} ms each; make it less ambiguous",
             )
 
 

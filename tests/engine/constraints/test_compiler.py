@@ -503,6 +503,34 @@ def test_lexer_is_free_after_an_output_that_ended_early(
     assert not constraints.create(source, 10).is_busy
 
 
+@pytest.mark.parametrize(
+    ("slow_s", "num_slow", "fails"),
+    [(0.011, 1, False), (0.011, 190, True), (1.5, 1, False), (1.5, 2, True), (3.0, 1, True)],
+)
+def test_budget_is_for_slow_advances(
+    monkeypatch: pytest.MonkeyPatch, slow_s: float, num_slow: int, fails: bool
+) -> None:
+    now_s = 0.0
+    durations_s = [slow_s] * num_slow + [0.0001] * 30_000
+
+    def clock() -> float:
+        # Read once before and once after each advance.
+        nonlocal num_reads, now_s
+        if num_reads % 2:
+            now_s += durations_s[num_reads // 2]
+        num_reads += 1
+        return now_s
+
+    num_reads = 0
+    monkeypatch.setattr(time, "thread_time", clock)
+    state = ConstraintState("", b"", (1,), 40_000)
+    state.start(FakeMatcher(GatedLexer()))
+    for _ in range(len(durations_s) - 1):
+        state.advance(2)
+    assert state.is_slow
+    assert (state.error is not None) == fails
+
+
 def test_advancing_takes_microseconds(constraints: ConstraintCompiler) -> None:
     person = schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     state = constraints.create(person, 5000)
