@@ -510,7 +510,7 @@ def test_lexer_is_free_after_an_output_that_ended_early(
 def test_budget_is_for_slow_advances(
     monkeypatch: pytest.MonkeyPatch, slow_s: float, num_slow: int, fails: bool
 ) -> None:
-    now_s = 0.0
+    num_reads, now_s = 0, 0.0
     durations_s = [slow_s] * num_slow + [0.0001] * 30_000
 
     def clock() -> float:
@@ -521,7 +521,6 @@ def test_budget_is_for_slow_advances(
         num_reads += 1
         return now_s
 
-    num_reads = 0
     monkeypatch.setattr(time, "thread_time", clock)
     state = ConstraintState("", b"", (1,), 40_000)
     state.start(FakeMatcher(GatedLexer()))
