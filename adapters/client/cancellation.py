@@ -20,50 +20,47 @@ from .exchange.retry import CANCEL_TIMEOUT_S
 from .sync_client import Client, Run
 
 
-@contextlib.contextmanager
-def cancel_unless_submitted(client: Client, program: str) -> Iterator[None]:
+def cancel_unless_submitted(
+    client: Client, program: str
+) -> contextlib.AbstractContextManager[None]:
     """Cancel a program if the block that submits it is interrupted.
 
     The server may have accepted the submission, and only this caller knows the id. An error of the
-    client is no interruption: the server has rejected the submission, or cannot be reached.
+    client does not cancel: the server has rejected the submission, or cannot be reached.
 
     Args:
         client: client that submits the program.
         program: id that the caller has chosen.
     """
-    try:
-        yield
-    except ConureError:
-        raise
-    except BaseException:
-        with contextlib.suppress(ConureError, RuntimeError):
-            Run(client, _accepted(program)).cancel(timeout_s=CANCEL_TIMEOUT_S)
-        raise
+    return _cancelling(Run(client, presumed_accepted(program)), unless=ConureError)
 
 
 def acancel_unless_submitted(client: AsyncClient, program: str) -> contextlib.AsyncExitStack:
     """Do what `cancel_unless_submitted` does, for an asynchronous client."""
-
-    async def cancel_if_interrupted(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, ConureError):
-            with contextlib.suppress(ConureError, RuntimeError):
-                await AsyncRun(client, _accepted(program)).cancel(timeout_s=CANCEL_TIMEOUT_S)
-
-    stack = contextlib.AsyncExitStack()
-    stack.push_async_exit(cancel_if_interrupted)
-    return stack
+    return _acancelling(AsyncRun(client, presumed_accepted(program)), unless=ConureError)
 
 
-def _accepted(program: str) -> Accepted:
+def cancel_unless_completed(run: Run) -> contextlib.AbstractContextManager[None]:
+    """Cancel the program if the block raises, unless the server cannot be reached."""
+    return _cancelling(run, unless=ServerUnreachableError)
+
+
+def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
+    """Do what `cancel_unless_completed` does, for an asynchronous run."""
+    return _acancelling(run, unless=ServerUnreachableError)
+
+
+def presumed_accepted(program: str) -> Accepted:
+    """Return the answer to a submission that the server may have accepted."""
     return Accepted(id=program, status="accepted", outputs=[], url="")
 
 
 @contextlib.contextmanager
-def cancel_unless_completed(run: Run) -> Iterator[None]:
-    """Cancel the program if the block raises."""
+def _cancelling(run: Run, *, unless: type[ConureError]) -> Iterator[None]:
+    """Cancel a program if the block raises anything but an error of the given class."""
     try:
         yield
-    except ServerUnreachableError:
+    except unless:
         raise
     except BaseException:
         with contextlib.suppress(ConureError, RuntimeError):
@@ -71,15 +68,15 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
         raise
 
 
-def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
-    """Do what `cancel_unless_completed` does, for an asynchronous run.
+def _acancelling(run: AsyncRun, *, unless: type[ConureError]) -> contextlib.AsyncExitStack:
+    """Do what `_cancelling` does, for an asynchronous run.
 
     This function is not an async generator, because streams use it; `owned_generator` gives the
     reason.
     """
 
     async def cancel_if_failed(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, ServerUnreachableError):
+        if kind is not None and not issubclass(kind, unless):
             with contextlib.suppress(ConureError, RuntimeError):
                 await run.cancel(timeout_s=CANCEL_TIMEOUT_S)
 

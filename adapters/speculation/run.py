@@ -23,9 +23,10 @@ from typing import Final, TypeAlias
 
 from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
-from conure.server.program.status import Accepted, Event, EventType
+from conure.server.program.status import Event, EventType
 
 from ..client import AsyncClient, AsyncRun, Client, NotReadyError
+from ..client.cancellation import presumed_accepted
 from ..client.owned_generator import OwnedGenerator
 from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_failure
 from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
@@ -434,6 +435,5 @@ async def _cancel_unanswered(client: AsyncClient, program: str) -> None:
 
     If the server accepts it later, the lease ends it.
     """
-    accepted = Accepted(id=program, status="accepted", outputs=[], url="")
     with contextlib.suppress(ConureError, RuntimeError):
-        await AsyncRun(client, accepted).cancel()
+        await AsyncRun(client, presumed_accepted(program)).cancel()

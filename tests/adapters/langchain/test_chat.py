@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from inspect import signature
 from typing import Any
@@ -18,9 +18,11 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
 
-from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry
+from conure.adapters.client import Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
 from conure.server.program.errors import ConureError, RunError, UnavailableError
+
+from ..interrupted import check_cancelled_task_cancels, check_interruption_cancels
 
 PROGRAM = "/v1/programs/p_1"
 VALUE = {
@@ -101,51 +103,24 @@ CALLS: dict[str, Callable[[ChatConure], Any]] = {
     "invoke": lambda llm: llm.invoke("a"),
     "stream": lambda llm: list(llm.stream("a")),
 }
+AWAITED_CALLS: dict[str, Callable[[ChatConure], Awaitable[Any]]] = {
+    "ainvoke": lambda llm: llm.ainvoke("a"),
+    "astream": lambda llm: anext(llm.astream("a")),
+}
 
 
 @pytest.mark.parametrize("way", CALLS)
 def test_a_call_that_is_interrupted_while_it_is_submitted_is_cancelled(
     llm: ChatConure, double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    def interrupt(*_: Any) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(llm.connection()._settings), "unreachable", interrupt)
-    double.answer("POST", "/v1/programs", kit.Answer(is_lost=True))
-    with pytest.raises(KeyboardInterrupt):
-        CALLS[way](llm)
-    (post,) = double.of("POST", "/v1/programs")
-    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+    check_interruption_cancels(lambda: CALLS[way](llm), llm.connection(), double, kit, monkeypatch)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("way", AWAITED_CALLS)
 async def test_a_task_that_is_cancelled_while_it_submits_a_call_cancels_it(
-    llm: ChatConure, double: Any, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    llm: ChatConure, double: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    is_accepted = asyncio.Event()
-    submit = AsyncClient.submit
-
-    async def accept(*args: Any, **kwargs: Any) -> Any:
-        await submit(*args, **kwargs)
-        is_accepted.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(AsyncClient, "submit", accept)
-
-    async def call() -> None:
-        if is_streamed:
-            await anext(llm.astream("a"))
-        else:
-            await llm.ainvoke("a")
-
-    calling = asyncio.create_task(call())
-    await is_accepted.wait()
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-    (post,) = double.of("POST", "/v1/programs")
-    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+    await check_cancelled_task_cancels(lambda: AWAITED_CALLS[way](llm), double, monkeypatch)
     await llm.async_connection().close()
 
 

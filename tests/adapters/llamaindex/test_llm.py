@@ -6,7 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import BaseOutputParser
 
-from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry, ServerUnreachableError
+from conure.adapters.client import Client, NotReadyError, Retry, ServerUnreachableError
 from conure.adapters.llamaindex import Conure
 from conure.server.program.errors import NotFoundError, ProgramError, RunError
 
+from ..interrupted import check_cancelled_task_cancels, check_interruption_cancels
 from .conformance import Person
 
 PROGRAM = "/v1/programs/p_1"
@@ -272,49 +273,28 @@ CALLS: dict[str, Callable[[Conure], Any]] = {
 }
 
 
+async def first_piece(llm: Conure) -> Any:
+    return await anext(await llm.astream_complete("a"))
+
+
+AWAITED_CALLS: dict[str, Callable[[Conure], Awaitable[Any]]] = {
+    "acomplete": lambda llm: llm.acomplete("a"),
+    "astream": first_piece,
+}
+
+
 @pytest.mark.parametrize("way", CALLS)
 def test_a_call_that_is_interrupted_while_it_is_submitted_is_cancelled(
     llm: Conure, double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    def interrupt(*_: Any) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(llm.connection()._settings), "unreachable", interrupt)
-    double.answer("POST", "/v1/programs", kit.Answer(is_lost=True))
-    with pytest.raises(KeyboardInterrupt):
-        CALLS[way](llm)
-    (post,) = double.of("POST", "/v1/programs")
-    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+    check_interruption_cancels(lambda: CALLS[way](llm), llm.connection(), double, kit, monkeypatch)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("way", AWAITED_CALLS)
 async def test_a_task_that_is_cancelled_while_it_submits_a_call_cancels_it(
-    llm: Conure, double: Any, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    llm: Conure, double: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    is_accepted = asyncio.Event()
-    submit = AsyncClient.submit
-
-    async def accept(*args: Any, **kwargs: Any) -> Any:
-        await submit(*args, **kwargs)
-        is_accepted.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(AsyncClient, "submit", accept)
-
-    async def call() -> None:
-        if is_streamed:
-            await anext(await llm.astream_complete("a"))
-        else:
-            await llm.acomplete("a")
-
-    calling = asyncio.create_task(call())
-    await is_accepted.wait()
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-    (post,) = double.of("POST", "/v1/programs")
-    assert len(double.of("DELETE", f"/v1/programs/{post.body['id']}")) == 1
+    await check_cancelled_task_cancels(lambda: AWAITED_CALLS[way](llm), double, monkeypatch)
 
 
 def test_unread_stream_submits_nothing(llm: Conure, double: Any) -> None:
