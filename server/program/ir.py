@@ -49,9 +49,9 @@ from .nodes import (
     YieldNode,
 )
 from .nodes.base import MAX_NODES, Seconds
-from .nodes.loop import MAX_ROUNDS
-from .nodes.map import MAX_WIDTH
-from .nodes.try_ import Handler
+from .nodes.control.loop import MAX_ROUNDS
+from .nodes.control.map import MAX_WIDTH
+from .nodes.control.try_ import Handler
 
 __all__ = [
     "MAX_NODES",

@@ -27,9 +27,10 @@ from .expressions.renaming import Renaming
 from .graph.instances import defined_names
 from .ir import Job, KillNode, Objective, Options, ProcedureNode, Program, Variable
 from .nodes import AnyNode, Node
-from .nodes.base import MAX_NODES, NodeWithBodies
+from .nodes.base import MAX_NODES
 from .nodes.bodies import count_calls, walk
-from .nodes.procedure import BoundArgument
+from .nodes.control.base import NodeWithBodies
+from .nodes.control.procedure import BoundArgument
 
 DEFAULT_ALIAS = "default"
 AliasName = Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.-]{0,63}$(?!\n)")]

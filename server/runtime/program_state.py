@@ -21,14 +21,12 @@ from ..program.ir import (
     GraphNode,
     Job,
     Json,
-    LoopNode,
-    MapNode,
     Options,
     RoundEndNode,
-    TryNode,
     WaitNode,
 )
 from ..program.nodes.bodies import BodyRef, count_calls
+from ..program.nodes.control.base import NodeWithBodies, TemplateNode
 from ..program.status import Phase, Problem
 from .node_state import WAIT_UNMET, Expansion, FlowCut, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
@@ -160,7 +158,7 @@ class ProgramState:
             match self.graph.nodes[node_id]:
                 case GenerateNode():
                     self.num_open_calls += 1
-                case (MapNode() | LoopNode()) as node if self.graph.body_of(node_id) is not None:
+                case TemplateNode() as node if self.graph.body_of(node_id) is not None:
                     self._reservations[node_id] = num_calls = count_calls(node.body)
                     self.num_reserved_calls += num_calls
                 case _:
@@ -246,7 +244,7 @@ class ProgramState:
         self.nodes[node_id].cut = cut
         for body in bodies_around(self.graph, node_id):
             control = self.graph.nodes[body.control]
-            if control.job != job or (cut.reason == "failure" and _takes_failures(control)):
+            if control.job != job or (cut.reason == "failure" and _tolerates_failures(control)):
                 return
             self.nodes[body.control].cut = cut
 
@@ -375,11 +373,10 @@ def _cut_of(
     if isinstance(node, WaitNode):
         return FlowCut("failure", problem) if node.required else None
     cause = None if problem.cause is None else nodes.get(problem.cause)
-    if _takes_failures(node) and cause is not None:
+    if _tolerates_failures(node) and cause is not None:
         return cause.cut  # no handler took the failure, or no item succeeded
     return None
 
 
-def _takes_failures(node: GraphNode) -> bool:
-    """Whether a node may end with its values although a node in its bodies failed."""
-    return isinstance(node, TryNode) or (isinstance(node, MapNode) and node.fail == "all")
+def _tolerates_failures(node: GraphNode) -> bool:
+    return isinstance(node, NodeWithBodies) and node.tolerates_failures

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..program.graph.graph import Graph, Slot
 from ..program.ir import GraphNode, Json, WaitNode
-from ..program.nodes.base import NodeWithBodies
 from ..program.nodes.bodies import BodyRef
+from ..program.nodes.control.base import NodeWithBodies
 from .node_state import MissingValue, NodeState, Ready
 
 SlotKey = tuple[str, int]

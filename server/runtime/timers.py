@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..program.errors import ConureError, RunError
 from ..program.graph.graph import bodies_around
 from ..program.ir import CallNode, ClientNode, GraphNode, WaitNode
-from ..program.nodes.base import NodeWithBodies
+from ..program.nodes.control.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
 from .program_state import ProgramState

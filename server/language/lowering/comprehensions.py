@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...program.content import Expression
 from ...program.ir import IfNode, MapNode
-from ...program.nodes.map import MAX_WIDTH
+from ...program.nodes.control.map import MAX_WIDTH
 from ..errors import SourceArgumentError, UnsupportedSourceError, position_of
 from ..syntax import walk
 from . import calls, methods

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 from msgspec import UNSET
 
 from ...program.ir import LoopNode, TryNode
-from ...program.nodes.loop import DEFAULT_MAX_ROUNDS, MAX_ROUNDS
-from ...program.nodes.try_ import Handler
+from ...program.nodes.control.loop import DEFAULT_MAX_ROUNDS, MAX_ROUNDS
+from ...program.nodes.control.try_ import Handler
 from ..errors import SourceArgumentError, SourceNameError, UnsupportedSourceError, position_of
 from ..options import Kind
 from .blocks import Branch, carried_names, merge_branches

@@ -17,8 +17,8 @@ from ..graph.graph import Graph
 from ..graph.objectives import PerformanceObjective, get_perf_objective
 from ..ir import Deadline, Objective, Submission
 from ..nodes import GenerateNode, Node
-from ..nodes.base import TemplateNode
 from ..nodes.bodies import walk
+from ..nodes.control.base import TemplateNode
 from ..procedures import version_of
 from ..status import NodeStatus, OutputTokens, ProgramStatus, PromptTokens
 from .advice import advise

@@ -7,14 +7,16 @@ takes the more expensive body.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
-from ..content import Json
+from ..content import Expression, Json
 from ..errors import ExpressionError
 from ..expressions.budget import WorkBudget
-from ..expressions.evaluate import evaluate, input_expression, variables
-from ..nodes import ExprNode, GenerateNode, IfNode, LoopNode, MapNode, Node, TryNode
+from ..expressions.evaluate import evaluate, variables
+from ..nodes import ExprNode, GenerateNode, IfNode, Node, TryNode
 from ..nodes.bodies import walk
+from ..nodes.control.base import NodeWithBodies, TemplateNode
 
 MAX_STEPS: Final = 100_000
 """Steps of all `expr` nodes that are evaluated to find constants, and of all lists and counts."""
@@ -26,7 +28,7 @@ def known_values(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> dict[str,
     budget = WorkBudget(MAX_STEPS)
     for node in nodes:
         if isinstance(node, ExprNode):
-            value = _known(node.expr, known, budget, is_reference=False)
+            value = _known(node.expr, known, budget)
             if value is not None:
                 known[node.output] = value
     return known
@@ -40,13 +42,15 @@ class Repetition(NamedTuple):
     varying: dict[str, frozenset[str]]
     """Node to the names around it whose values change from one run of it to the next."""
     rounds: dict[str, int]
-    """Node to how often its bodies run in one run of it; of a `try`, the first of them."""
+    """Node with bodies to how often they run in one run of it; of a `try`, the first of them."""
 
 
 def repetitions(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> Repetition:
     """Return how often each node runs at most, `if` bodies counted both."""
     budget = WorkBudget(MAX_STEPS)
-    rounds = {node.id: _num_rounds(node, inputs, budget) for _, node in walk(nodes, "")}
+    known = partial(_known, inputs=inputs, budget=budget)
+    controls = (node for _, node in walk(nodes, "") if isinstance(node, NodeWithBodies))
+    rounds = {node.id: node.max_rounds(known) for node in controls}
     found = Repetition({}, {}, rounds)
     _visit(nodes, 1, frozenset(), found)
     return found
@@ -59,7 +63,7 @@ def _visit(nodes: Iterable[Node], times: int, varying: frozenset[str], found: Re
         found.times[node.id] = here
         found.varying[node.id] = varying
         names = varying
-        if isinstance(node, MapNode | LoopNode):
+        if isinstance(node, TemplateNode):
             for body in node.bodies():
                 written = {
                     name for _, each in walk(body.nodes, "") for name in each.defined_variables()
@@ -70,39 +74,12 @@ def _visit(nodes: Iterable[Node], times: int, varying: frozenset[str], found: Re
             _visit(body.nodes, here * rounds, names, found)
 
 
-def _num_rounds(node: Node, inputs: Mapping[str, Json], budget: WorkBudget) -> int:
-    """Return how often a node's bodies run at most; for a `try`, its first body."""
-    match node:
-        case MapNode():
-            items = _known(node.items, inputs, budget, is_reference=True)
-            return min(len(items), node.max_width) if isinstance(items, list) else node.max_width
-        case LoopNode():
-            items = _known(node.items, inputs, budget, is_reference=True)
-            count = _known(node.count, inputs, budget, is_reference=False)
-            rounds = len(items) if isinstance(items, list) else count
-            is_number = isinstance(rounds, int) and not isinstance(rounds, bool)
-            return min(max(rounds, 0), node.max_iter) if is_number else node.max_iter
-        case TryNode():
-            return 1 + node.retries
-        case _:
-            return 1
-
-
-def _known(
-    expression: Json,
-    inputs: Mapping[str, Json],
-    budget: WorkBudget,
-    *,
-    is_reference: bool,
-) -> Json:
+def _known(expression: Expression, inputs: Mapping[str, Json], budget: WorkBudget) -> Json:
     """Return the value of an expression over the inputs; None if it is not known."""
-    if is_reference and isinstance(expression, str):
-        return inputs.get(expression)
-    reads = input_expression(expression) if is_reference else expression
     try:
-        if not variables(reads) <= inputs.keys():
+        if not variables(expression) <= inputs.keys():
             return None
-        return evaluate(reads, inputs, budget=budget)
+        return evaluate(expression, inputs, budget=budget)
     except (ExpressionError, TypeError, AttributeError):
         return None
 
@@ -112,7 +89,7 @@ def largest(nodes: Sequence[Node], rounds: Mapping[str, int], cost: Mapping[str,
 
     Args:
         nodes: the nodes.
-        rounds: how often the bodies of each node run in one run of it.
+        rounds: how often the bodies of each node with bodies run in one run of it.
         cost: of one run of each generate node.
     """
     total = 0
@@ -124,6 +101,6 @@ def largest(nodes: Sequence[Node], rounds: Mapping[str, int], cost: Mapping[str,
         elif isinstance(node, TryNode):
             inner = bodies[0] * (1 + node.retries) + max(bodies[1:], default=0)
         else:
-            inner = sum(bodies) * rounds[node.id]
+            inner = sum(bodies) * rounds.get(node.id, 1)
         total += own * (1 + node.retries) + inner
     return total

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 
 from ..ir import GenerateNode
-from ..nodes.base import OUTPUT, TemplateNode
 from ..nodes.bodies import count_calls
+from ..nodes.control.base import OUTPUT, TemplateNode
 from .graph import Graph, Slot
 from .slot_graph import SlotGraph
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from ..errors import ProgramError
-from ..nodes.base import ENTER, OUTPUT, NodeWithBodies, TemplateNode
 from ..nodes.bodies import BodyRef, walk
+from ..nodes.control.base import ENTER, OUTPUT, NodeWithBodies, TemplateNode
 from .name_resolution import NameResolver
 from .tables import GraphTables
 from .toposort import find_cycle, reachable, sort

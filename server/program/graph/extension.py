@@ -21,8 +21,9 @@ from ..errors import ProgramError, prefixed_path
 from ..expressions.value_schema import check_schema, find_mismatch
 from ..ir import Job, Objective, Variable
 from ..nodes import GraphNode, Node
-from ..nodes.base import MAX_NODES, NodeBody, TemplateNode
+from ..nodes.base import MAX_NODES, NodeBody
 from ..nodes.bodies import BodyRef, PlacedNode, flatten, walk
+from ..nodes.control.base import TemplateNode
 from ..slot import Slot
 from .edges import ExtensionEdges
 from .instances import BodyInstance

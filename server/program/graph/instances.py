@@ -14,8 +14,8 @@ from msgspec import UNSET
 from ..content import Expression
 from ..expressions.renaming import DefinedNames, Renaming
 from ..nodes import GraphNode, LoopNode, Node, RoundEndNode
-from ..nodes.base import NodeWithBodies
 from ..nodes.bodies import BodyRef, flatten, walk
+from ..nodes.control.base import NodeWithBodies
 from ..slot import Slot, read_by
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ProgramError, prefixed_path
 from ..nodes import Node
-from ..nodes.base import NodeWithBodies, TemplateNode
 from ..nodes.bodies import BodyRef
+from ..nodes.control.base import NodeWithBodies, TemplateNode
 from ..slot import Slot
 from ..suggestion import suggestion
 from .tables import GraphTables

@@ -1,7 +1,7 @@
 """The kinds of nodes, one module per kind.
 
-`base` has the records that kinds extend, `bodies` the traversal of nested nodes. A new kind is a
-module with a record, and an entry in `AnyNode` here.
+`base` has the record that kinds extend, `control` the kinds with bodies, `bodies` the traversal of
+nested nodes. A new kind is a module with a record, and an entry in `AnyNode` or `Control` here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TypeAlias, get_args
 from .base import Node
 from .call import CallNode
 from .client import ClientNode
+from .control.if_ import IfNode
+from .control.loop import LoopNode, RoundEndNode
+from .control.map import MapNode
+from .control.procedure import ProcedureNode
+from .control.try_ import TryNode
 from .expr import ExprNode
 from .generate import GenerateNode
-from .if_ import IfNode
 from .kill import KillNode
-from .loop import LoopNode, RoundEndNode
-from .map import MapNode
-from .procedure import ProcedureNode
-from .try_ import TryNode
 from .wait import WaitNode
 from .yield_ import YieldNode
 

@@ -1,8 +1,8 @@
-"""The records that the kinds of nodes extend, with the methods that a graph calls on them.
+"""The record that the kinds of nodes extend, with the methods that a graph calls on it.
 
 A kind is one subclass of `Node` in its own module: the fields on the wire, how they are
 checked and split into slots, what they read and write, and how an instance renames them.
-`NodeWithBodies` and `TemplateNode` add what kinds with bodies share.
+`control.base` adds what kinds with bodies share.
 
 Out of scope: other nodes. Whether a name exists is checked by `graph.name_resolution`.
 
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import (
-    TYPE_CHECKING,
     Annotated,
     ClassVar,
-    ForwardRef,
     Literal,
     NamedTuple,
     Protocol,
@@ -31,19 +29,10 @@ from ..checks import check_name, refuse_control
 from ..content import Expression, Json, Name
 from ..expressions.evaluate import input_expression, variables
 from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs, read_by
+from ..slot import Slot, SlotInputs
 
 MAX_NODES = 10_000
 """Nodes in one submission, bodies included, and nodes that may be sent to one session."""
-
-ENTER, OUTPUT, EXIT = 0, 1, 2
-"""Slots of a node with bodies:
-
-    ENTER    reads what the decision depends on, writes the decision
-    OUTPUT   commits the variables that leave the bodies
-    EXIT     waits until every node in the bodies has ended (`map` and `try` have no such slot:
-             their OUTPUT waits, because a failure in a body changes the outputs)
-"""
 
 Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
 
@@ -91,14 +80,6 @@ class NodeBody(NamedTuple):
     nodes: Sequence[Node]
     binds: frozenset[str] = frozenset()
     """Names that the body's node defines in it: item, index and carried variables."""
-
-
-class BodyReference(NamedTuple):
-    """A reference from a field of a node to variables in one of its bodies."""
-
-    part: str
-    path: str
-    names: frozenset[str]
 
 
 class Node(
@@ -228,109 +209,3 @@ class Node(
     def _renamed_fields(self, renaming: Renaming) -> dict[str, object]:
         """Return the fields of the kind that change in an instance."""
         raise NotImplementedError
-
-
-if TYPE_CHECKING:
-    Body = Sequence[Node]
-else:
-    # The union of all kinds is known once they are defined; msgspec looks it up there.
-    Body = Annotated[list[ForwardRef("AnyNode", module=__package__)], Meta(max_length=MAX_NODES)]
-
-
-def rename_body(nodes: Iterable[Node], renaming: Renaming) -> list[Node]:
-    """Return the nodes of a body that stays a template in an instance."""
-    return [node.renamed_with_bodies(renaming) for node in nodes]
-
-
-class NodeWithBodies(Node, frozen=True, kw_only=True):
-    """A node that decides which nodes run.
-
-    Its bodies are part of the graph from the start, except for a `TemplateNode`. They run
-    between ENTER and `exit_slot`.
-    """
-
-    can_retry: ClassVar[bool] = False
-    exit_slot: ClassVar[int] = EXIT
-    """The slot that waits until every node in the bodies has ended."""
-
-    @property
-    def decision_variable(self) -> str | None:
-        """The variable that stores the decision taken at ENTER. No submitted name equals it."""
-        return None
-
-    def body_references(self) -> Iterator[BodyReference]:
-        """Iterate over the references to variables in the bodies."""
-        raise NotImplementedError
-
-    def with_bodies(self, bodies: Sequence[Sequence[Node]]) -> Self:
-        """Return the node with other nodes in its bodies, in the order of `bodies()`."""
-        (body,) = bodies
-        return msgspec.structs.replace(self, body=list(body))
-
-    def renamed_with_bodies(self, renaming: Renaming) -> Self:
-        bodies = [rename_body(body.nodes, renaming) for body in self.bodies()]
-        return self.renamed(renaming).with_bodies(bodies)
-
-    def _body_slots(
-        self,
-        inputs: SlotInputs,
-        decisions: Iterable[str],
-        outputs: Iterable[str],
-        inner_reads: frozenset[str],
-    ) -> tuple[Slot, ...]:
-        """Return the slots: `inputs` are read at ENTER, `inner_reads` are read later."""
-        none: frozenset[str] = frozenset()
-        enter = inputs.slot(self.id, ENTER, decisions)
-        output = Slot(self.id, OUTPUT, none, tuple(outputs), inner_reads, True)
-        if self.exit_slot == OUTPUT:
-            return (enter, output)
-        return (enter, output, Slot(self.id, EXIT, none, (), tolerates_missing=True))
-
-
-class TemplateNode(NodeWithBodies, frozen=True, kw_only=True):
-    """A node whose body is a template: instances of it are added for each item or round."""
-
-    if TYPE_CHECKING:
-        # Declared by each kind, in the order of its JSON.
-        items: Expression | UnsetType
-        item: Name | UnsetType
-        index: Name | UnsetType
-
-    @property
-    def has_item_expression(self) -> bool:
-        """Whether the items are computed by an expression other than a variable."""
-        if self.items is UNSET:
-            return False
-        expression = input_expression(self.items)
-        return not (isinstance(expression, dict) and "var" in expression)
-
-    @property
-    def items_variable(self) -> str | None:
-        """The variable that has the list of items; None without `items`."""
-        if self.items is UNSET:
-            return None
-        if self.has_item_expression:
-            return f"{self.id}.items"
-        (name,) = read_by(self.items)
-        return name
-
-    def bound_fields(self) -> Iterator[tuple[str, Name]]:
-        """Iterate over the fields that name item and index, with the names."""
-        for field, name in (("as", self.item), ("index", self.index)):
-            if name is not UNSET:
-                yield field, name
-
-    def _renamed_bound_names(self, renaming: Renaming) -> dict[str, object]:
-        """Return item and index; an instance keeps their names, an expanded call renames them."""
-        return {
-            "item": self.item if self.item is UNSET else renaming.name(self.item),
-            "index": self.index if self.index is UNSET else renaming.name(self.index),
-        }
-
-    def _check_bound_names(self) -> None:
-        for field, name in self.bound_fields():
-            check_name(name, field)
-        if self.item == self.index and self.item is not UNSET:
-            refuse_control(
-                f"`as` and `index` are both `{self.item}`: choose two different names", "index"
-            )

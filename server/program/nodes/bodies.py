@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .base import Node, NodeBody, TemplateNode
+from .base import Node, NodeBody
+from .control.base import TemplateNode
 from .generate import GenerateNode
 
 

@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from msgspec import Struct
 
-from ...program.nodes.procedure import REFERENCE_PATTERN
+from ...program.nodes.control.procedure import REFERENCE_PATTERN
 from ...program.procedures import (
     PutAlias,
     PutPin,

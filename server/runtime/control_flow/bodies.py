@@ -12,24 +12,24 @@ from ...program.errors import RunError
 from ...program.expressions.evaluate import input_expression
 from ...program.expressions.values import kind_of
 from ...program.graph.instances import BodyTemplate, item_expression, read_by
-from ...program.ir import Expression, IfNode, Json, LoopNode, MapNode, ProcedureNode, TryNode
-from ...program.nodes.base import OUTPUT
+from ...program.ir import Expression, Json
 from ...program.nodes.bodies import BodyRef
+from ...program.nodes.control.base import OUTPUT, NodeWithBodies, TemplateNode
 from ...program.status import Phase, Problem
 from ..node_context import NodeContext
 from ..node_state import Expansion, MissingValue, Ready
 from ..program_state import ProgramState
 
 
-def template_of(state: ProgramState, node: MapNode | LoopNode | TryNode) -> BodyTemplate:
-    """Return the template of a node's body."""
+def template_of(state: ProgramState, node: NodeWithBodies) -> BodyTemplate:
+    """Return the template of a node's first body."""
     template = state.templates.get(node.id)
     if template is None:
-        template = state.templates[node.id] = BodyTemplate(node.id, node.body)
+        template = state.templates[node.id] = BodyTemplate(node.id, node.bodies()[0].nodes)
     return template
 
 
-def bound_names(node: MapNode | LoopNode, index: int) -> dict[str, Expression]:
+def bound_names(node: TemplateNode, index: int) -> dict[str, Expression]:
     """Return what the names of item and index mean in one instance of a body."""
     bound: dict[str, Expression] = {}
     if isinstance(node.item, str):
@@ -39,7 +39,7 @@ def bound_names(node: MapNode | LoopNode, index: int) -> dict[str, Expression]:
     return bound
 
 
-def num_instances(state: ProgramState, node: MapNode | LoopNode) -> int | None:
+def num_instances(state: ProgramState, node: TemplateNode) -> int | None:
     """Return how many items or rounds a node has; None if only `until` ends it."""
     value: list[Json] | int | None = state.values[node.decision_variable]
     return length_of(value)
@@ -63,7 +63,7 @@ def evaluate_items(context: NodeContext, expression: Expression, node_id: str) -
     return items
 
 
-def publish_decision(context: NodeContext, node: MapNode | LoopNode, value: Json) -> list[Ready]:
+def publish_decision(context: NodeContext, node: TemplateNode, value: Json) -> list[Ready]:
     """Publish the items, the number of items or the number of rounds of a node."""
     if isinstance(value, list) and not node.has_item_expression:
         value = len(value)
@@ -83,7 +83,7 @@ def end_body(context: NodeContext, body: BodyRef, phase: Phase, problem: Problem
 
 def publish_outputs(
     context: NodeContext,
-    node: IfNode | TryNode | ProcedureNode,
+    node: NodeWithBodies,
     references: Mapping[str, Expression],
 ) -> None:
     """Publish the outputs of the body that ran; a value that is missing there stays missing.

@@ -20,13 +20,11 @@ from ...program.ir import (
     ClientNode,
     ExprNode,
     KillNode,
-    MapNode,
-    TryNode,
     WaitNode,
     YieldNode,
 )
-from ...program.nodes.base import NodeWithBodies
 from ...program.nodes.bodies import walk
+from ...program.nodes.control.base import OUTPUT, NodeWithBodies
 from ...program.status import Problem
 from ..node_context import NodeContext
 from ..node_state import NODE_KILLED, WAIT_UNMET, MissingValue
@@ -169,7 +167,7 @@ def _is_needed(state: ProgramState, variable: str, producer: str) -> bool:
 
 
 def _is_result_of_body(state: ProgramState, variable: str, producer: str) -> bool:
-    """Whether the `map` or `try` around a node reads a variable when it ends.
+    """Whether the node around a node reads a variable when its bodies have ended.
 
     The graph has no such edges: the variables of an item belong to it, and are read by name.
     """
@@ -177,7 +175,8 @@ def _is_result_of_body(state: ProgramState, variable: str, producer: str) -> boo
     if body is None or state.nodes[body.control].has_ended:
         return False
     control = state.graph.nodes[body.control]
-    if not isinstance(control, MapNode | TryNode):
+    assert isinstance(control, NodeWithBodies)
+    if control.exit_slot != OUTPUT:
         return False
     base = variable.partition(".")[0]
     return any(

@@ -8,8 +8,8 @@ from ...program.expressions.evaluate import input_expression
 from ...program.expressions.values import is_true
 from ...program.graph.instances import read_by
 from ...program.ir import Expression, IfNode
-from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef
+from ...program.nodes.control.base import ENTER, OUTPUT
 from ...program.status import Problem
 from ..node_context import NodeExecutor
 from ..node_state import MissingValue, Ready

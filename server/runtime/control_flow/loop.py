@@ -14,9 +14,9 @@ from ...program.expressions.evaluate import variables
 from ...program.expressions.values import is_true
 from ...program.graph.instances import BodyInstance, end_of_round
 from ...program.ir import Expression, Json, KillNode, LoopNode, RoundEndNode, WaitNode
-from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import walk
-from ...program.nodes.loop import MAX_ROUNDS
+from ...program.nodes.control.base import ENTER, OUTPUT
+from ...program.nodes.control.loop import MAX_ROUNDS
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import Expansion, Ready
 from ..persistence.journaled_events import ExpansionHistory

@@ -18,8 +18,8 @@ from ...program.expressions.evaluate import evaluate, input_expression
 from ...program.graph.instances import read_by
 from ...program.graph.objectives import is_background
 from ...program.ir import Expression, Json, MapNode
-from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef, count_calls
+from ...program.nodes.control.base import ENTER, OUTPUT
 from ...program.status import Problem
 from ..node_context import NodeContext, NodeExecutor, prefix_with_node
 from ..node_state import Expansion, Ready

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ...program.graph.instances import read_by
 from ...program.ir import ProcedureNode
-from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef
+from ...program.nodes.control.base import ENTER, OUTPUT
 from ..node_context import NodeExecutor
 from ..node_state import MissingValue, Ready
 from ..persistence.journaled_events import ExpansionHistory

@@ -12,9 +12,9 @@ from ...program.errors import ConureError
 from ...program.graph.graph import bodies_around
 from ...program.graph.instances import read_by
 from ...program.ir import Expression, TryNode
-from ...program.nodes.base import ENTER, OUTPUT
 from ...program.nodes.bodies import BodyRef
-from ...program.nodes.try_ import handler_part
+from ...program.nodes.control.base import ENTER, OUTPUT
+from ...program.nodes.control.try_ import handler_part
 from ...program.status import Problem
 from ..node_context import NodeExecutor, prefix_with_node
 from ..node_state import Expansion, MissingValue, NodeState, Ready

@@ -11,7 +11,7 @@ import msgspec
 from ...program.decoding.typed_json import decode_record
 from ...program.graph.graph import graph_of
 from ...program.ir import Submission
-from ...program.nodes.base import NodeWithBodies
+from ...program.nodes.control.base import NodeWithBodies
 from ...program.status import Phase, Problem
 from ...store.journal import StoredProgram
 from ..node_registry import node_executors

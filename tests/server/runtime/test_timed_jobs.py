@@ -9,8 +9,8 @@ import pytest
 
 from conure.server.program.graph.instances import BodyTemplate
 from conure.server.program.ir import Append
-from conure.server.program.nodes.base import TemplateNode
 from conure.server.program.nodes.bodies import BodyRef
+from conure.server.program.nodes.control.base import TemplateNode
 from conure.server.runtime.program_state import ProgramState
 from conure.server.runtime.timed_jobs import JobInstance
 

@@ -7,12 +7,13 @@ from typing import Annotated, NoReturn
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..checks import check_name, check_references, refuse_control
-from ..content import Expression, Name
-from ..errors import ProgramError
-from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs, read_by
-from .base import Body, BodyReference, NodeBody, NodeWithBodies
+from ...checks import check_name, check_references, refuse_control
+from ...content import Expression, Name
+from ...errors import ProgramError
+from ...expressions.renaming import Renaming
+from ...slot import Slot, SlotInputs, read_by
+from ..base import NodeBody
+from .base import Body, BodyReference, NodeWithBodies
 
 REFERENCE_PATTERN = r"^[A-Za-z_][\w.-]{0,127}(@[0-9a-f]{32}|:[A-Za-z_][\w.-]{0,63})?$(?!\n)"
 """A name, with a version (`@`) or an alias (`:`); a bare name means the alias `default`."""

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
 
-from ..checks import check_references
-from ..content import Expression, Name
-from ..expressions.evaluate import input_expression
-from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs, read_by
-from .base import OUTPUT, Body, BodyReference, NodeBody, TemplateNode, rename_body
-from .bodies import outer_reads
+from ...checks import check_references
+from ...content import Expression, Name
+from ...expressions.evaluate import input_expression
+from ...expressions.renaming import Renaming
+from ...slot import Slot, SlotInputs, read_by
+from ..base import NodeBody
+from ..bodies import outer_reads
+from .base import OUTPUT, Body, BodyReference, KnownValue, TemplateNode, rename_body
 
 MAX_WIDTH = 10_000
 """Items of one map."""
@@ -46,6 +47,14 @@ class MapNode(TemplateNode, frozen=True, kw_only=True, tag="map"):
         the list, and `ID.width` stores the number of items.
         """
         return f"{self.id}.{'items' if self.has_item_expression else 'width'}"
+
+    @property
+    def tolerates_failures(self) -> bool:
+        return self.fail == "all"
+
+    def max_rounds(self, known: KnownValue) -> int:
+        items = known(input_expression(self.items))
+        return min(len(items), self.max_width) if isinstance(items, list) else self.max_width
 
     def bodies(self) -> tuple[NodeBody, ...]:
         binds = frozenset(name for _, name in self.bound_fields())

@@ -8,12 +8,13 @@ from typing import Self
 import msgspec
 from msgspec import field
 
-from ..checks import check_references
-from ..content import Expression, Name
-from ..expressions.evaluate import input_expression
-from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs, read_by
-from .base import Body, BodyReference, Node, NodeBody, NodeWithBodies
+from ...checks import check_references
+from ...content import Expression, Name
+from ...expressions.evaluate import input_expression
+from ...expressions.renaming import Renaming
+from ...slot import Slot, SlotInputs, read_by
+from ..base import Node, NodeBody
+from .base import Body, BodyReference, NodeWithBodies
 
 
 class IfNode(NodeWithBodies, frozen=True, kw_only=True, tag="if"):

@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from ..checks import check_references, refuse_control
-from ..content import Expression, Name
-from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs, read_by
-from .base import OUTPUT, Body, BodyReference, Node, NodeBody, NodeWithBodies, rename_body
+from ...checks import check_references, refuse_control
+from ...content import Expression, Name
+from ...expressions.renaming import Renaming
+from ...slot import Slot, SlotInputs, read_by
+from ..base import Node, NodeBody
+from .base import OUTPUT, Body, BodyReference, KnownValue, NodeWithBodies, rename_body
 
 
 class Handler(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +40,13 @@ class TryNode(NodeWithBodies, frozen=True, kw_only=True, tag="try"):
 
     can_retry: ClassVar[bool] = True
     exit_slot: ClassVar[int] = OUTPUT
+
+    @property
+    def tolerates_failures(self) -> bool:
+        return True
+
+    def max_rounds(self, known: KnownValue) -> int:
+        return 1 + self.retries
 
     @property
     def handler_variable(self) -> str:

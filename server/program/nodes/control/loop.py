@@ -8,13 +8,14 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType, field
 from msgspec.structs import force_setattr
 
-from ..checks import check_expression, check_name, refuse_control
-from ..content import Expression, Name
-from ..expressions.evaluate import input_expression, variables
-from ..expressions.renaming import Renaming
-from ..slot import Slot, SlotInputs
-from .base import Body, BodyReference, Node, NodeBody, TemplateNode, rename_body
-from .bodies import outer_reads
+from ...checks import check_expression, check_name, refuse_control
+from ...content import Expression, Name
+from ...expressions.evaluate import input_expression, variables
+from ...expressions.renaming import Renaming
+from ...slot import Slot, SlotInputs
+from ..base import Node, NodeBody
+from ..bodies import outer_reads
+from .base import Body, BodyReference, KnownValue, TemplateNode, rename_body
 
 MAX_ROUNDS = 10_000
 DEFAULT_MAX_ROUNDS = 1_000
@@ -53,6 +54,14 @@ class LoopNode(TemplateNode, frozen=True, kw_only=True, tag="loop"):
         it is the `count`; null if only `until` ends the loop.
         """
         return f"{self.id}.{'items' if self.has_item_expression else 'rounds'}"
+
+    def max_rounds(self, known: KnownValue) -> int:
+        items = None if self.items is UNSET else known(input_expression(self.items))
+        count = None if self.count is UNSET else known(self.count)
+        rounds = len(items) if isinstance(items, list) else count
+        if not isinstance(rounds, int) or isinstance(rounds, bool):
+            return self.max_iter
+        return min(max(rounds, 0), self.max_iter)
 
     def bodies(self) -> tuple[NodeBody, ...]:
         binds = frozenset((*(name for _, name in self.bound_fields()), *self.carry))
