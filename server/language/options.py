@@ -27,12 +27,9 @@ LIST_SCHEMA: Final[dict[str, Json]] = {
 }
 """The schema of `type=list`. It is bounded, so that an answer ends within its tokens."""
 
-SAMPLING: Final = frozenset(
-    {
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    }
-)  # fmt: skip
+SAMPLING: Final = frozenset(Sampling.__struct_fields__) - {"logit_bias", "logprobs"}
+"""Sampling parameters that an output in a program text may have. `logprobs` are returned in
+messages only, and the keys of `logit_bias` depend on the model."""
 _NODE_FIELDS: Final = {"timeout": "timeout_s", "retries": "retries", "priority": "priority"}
 _CONSTRAINTS: Final = {
     "result_value": "choices",

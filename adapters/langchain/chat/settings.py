@@ -2,14 +2,15 @@
 
 Responsibility: constructor arguments, their ranges, serialization, and the node of a call.
 
-Invariants: an unknown argument is an error; every sampling field of a program is a setting.
+Invariants: an unknown argument is an error; every sampling field of a program is a setting, also
+one that is not declared here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -31,6 +32,7 @@ from ...client.client_cache import ModelClients
 from ...client.exchange.models import find_named
 from .call_options import constraint_of, sampling_of, tools_of
 from .model_info import ServerProfile
+from .sampling_fields import with_sampling_fields
 
 SAMPLING_FIELDS: Final = (*Sampling.__struct_fields__, "top_logprobs")
 """Settings that are sent with every call, unless the call overrides them."""
@@ -40,7 +42,13 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-class ChatSettings(BaseChatModel):
+if TYPE_CHECKING:
+    _SampledChatModel = BaseChatModel
+else:
+    _SampledChatModel = with_sampling_fields(BaseChatModel, Sampling)
+
+
+class ChatSettings(_SampledChatModel):
     """The settings of `ChatConure`."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, extra="forbid")
