@@ -16,7 +16,7 @@ from msgspec import UNSET
 from conure.engine import protocol
 
 from ..program.errors import ProgramError, PromptError
-from ..program.expressions.placeholders import segment_path
+from ..program.expressions.placeholders import segment_paths
 from ..program.ir import GenerateNode, Json, Message, Output, Segment
 from .chat_template import ChatTemplate
 from .model_notices import UNTRAINED_TOOLS
@@ -304,8 +304,8 @@ def outputs_of(node: GenerateNode, path: str) -> list[tuple[str, Output | Segmen
     """Return the outputs of a node, each with its path in the submission."""
     if isinstance(node.prompt, list):
         return [
-            (f"{path}.{segment_path(node.prompt, i)}", segment)
-            for i, segment in enumerate(node.prompt)
+            (f"{path}.{where}", segment)
+            for where, segment in zip(segment_paths(node.prompt), node.prompt, strict=True)
             if segment.output is not UNSET
         ]
     return [(f"{path}.output", node.output)] if isinstance(node.output, Output) else []
@@ -314,8 +314,8 @@ def outputs_of(node: GenerateNode, path: str) -> list[tuple[str, Output | Segmen
 def _segments(node: GenerateNode, path: str) -> list[tuple[str, Segment]]:
     if isinstance(node.prompt, list):
         return [
-            (f"{path}.{segment_path(node.prompt, i)}", segment)
-            for i, segment in enumerate(node.prompt)
+            (f"{path}.{where}", segment)
+            for where, segment in zip(segment_paths(node.prompt), node.prompt, strict=True)
         ]
     return [
         (f"{path}.messages[{i}].content[{j}]", segment)

@@ -13,11 +13,10 @@ of a watched turn only.
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from ..program.status import Problem
@@ -46,22 +45,13 @@ class ProgramWatch:
         self._depth = 0
         self._limits: _TurnLimits | None = None
 
-    @contextlib.contextmanager
-    def turn(self, program: str) -> Iterator[None]:
+    def turn(self, program: str) -> AbstractContextManager[None]:
         """Watch a turn of a program.
 
         Raises:
             TurnLimitError: if the program is watched and takes too much time or memory.
         """
-        self.begin(program)
-        try:
-            yield
-        except MemoryError as error:
-            if program not in self.watched:
-                raise
-            raise TurnLimitError("too much memory") from error
-        finally:
-            self.end()
+        return _Turn(self, program)
 
     def begin(self, program: str) -> None:
         """Begin a turn of a program, or a part of one."""
@@ -82,6 +72,22 @@ class ProgramWatch:
             self._limits = None
         if self.mark is not None:
             self.mark.clear()
+
+
+class _Turn:
+    """The context manager of one turn. A class costs half of a generator, and turns are many."""
+
+    def __init__(self, watch: ProgramWatch, program: str) -> None:
+        self._watch = watch
+        self._program = program
+
+    def __enter__(self) -> None:
+        self._watch.begin(self._program)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._watch.end()
+        if isinstance(error, MemoryError) and self._program in self._watch.watched:
+            raise TurnLimitError("too much memory") from error
 
 
 class _TurnLimits:

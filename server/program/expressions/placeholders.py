@@ -30,20 +30,19 @@ class NamedPlaceholder(NamedTuple):
     name: str
 
 
-def segment_path(prompt: list[Segment], index: int) -> str:
-    """Return where a segment of a prompt is in the submission."""
+def segment_paths(prompt: list[Segment]) -> list[str]:
+    """Return where each segment of a prompt is in the submission."""
     if not isinstance(prompt, TextPrompt):
-        return f"prompt[{index}]"
-    return "prompt" if prompt[index].output is UNSET else "output"
+        return [f"prompt[{index}]" for index in range(len(prompt))]
+    return ["prompt" if segment.output is UNSET else "output" for segment in prompt]
 
 
 def variable_path(prompt: list[Segment], index: int) -> str:
     """Return where the variable of an input or an output is in the submission."""
-    path = segment_path(prompt, index)
     is_input = prompt[index].output is UNSET
     if isinstance(prompt, TextPrompt):
-        return path if is_input else f"{path}.variable"
-    return f"{path}.input" if is_input else f"{path}.output"
+        return "prompt" if is_input else "output.variable"
+    return f"prompt[{index}].input" if is_input else f"prompt[{index}].output"
 
 
 def split_placeholders(text: str) -> list[str | NamedPlaceholder]:

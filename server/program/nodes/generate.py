@@ -12,7 +12,7 @@ from ..checks import check_constraint, check_name, listed
 from ..content import MAX_TEXT, Expression, Json, Message, Output, Sampling, Segment
 from ..errors import ProgramError
 from ..expressions.evaluate import input_expression, variables
-from ..expressions.placeholders import MAX_SEGMENTS, parse_prompt, segment_path, variable_path
+from ..expressions.placeholders import MAX_SEGMENTS, parse_prompt, segment_paths, variable_path
 from ..expressions.renaming import Renaming
 from ..seed import seed_of_name
 from ..slot import Slot, SlotInputs
@@ -80,8 +80,11 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
             )
         slots: list[Slot] = []
         written: set[str] = set()
-        for index, segment in enumerate(prompt):
-            path, name_path = segment_path(prompt, index), variable_path(prompt, index)
+        for index, (path, segment) in enumerate(zip(segment_paths(prompt), prompt, strict=True)):
+            if segment.input is segment.output is UNSET:
+                _check_segment(segment, path, path, inputs)
+                continue
+            name_path = variable_path(prompt, index)
             if segment.output is UNSET:
                 _check_segment(segment, path, name_path, inputs)
                 continue
