@@ -184,14 +184,17 @@ def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkp
     """Return the checkpoint at `found` with the tokenizer files in `folder`."""
     tokenizer_json, tokenizer = _tokenizer(folder / "tokenizer.json")
     tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
+    special_tokens = _special_tokens(folder, tokenizer_config)
+    configured = _eos_ids(_json_object(folder / "generation_config.json") or {}, config)
+    named = _special_id(tokenizer, special_tokens.get("eos_token"))
     return Checkpoint(
         path=found,
         config=config,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),
-        special_tokens=_special_tokens(folder, tokenizer_config),
+        special_tokens=special_tokens,
         bos_id=_bos_id(tokenizer),
-        eos_ids=_eos_ids(_json_object(folder / "generation_config.json") or {}, config),
+        eos_ids=configured if named is None or named in configured else (*configured, named),
     )
 
 
@@ -271,10 +274,19 @@ def _bos_id(tokenizer: Tokenizer) -> int | None:
 
 
 def _eos_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a text, as transformers' generation does."""
+    """Return the configured ids that end a text, as transformers' generation does."""
     found = generation_config.get("eos_token_id")
     if found is None:
         found = config.get("eos_token_id")
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _special_id(tokenizer: Tokenizer, text: str | None) -> int | None:
+    """Return the id of a special token, None if the tokenizer has no such token.
+
+    A token that is not special may be part of a text.
+    """
+    added = tokenizer.get_added_tokens_decoder().items()
+    return next((id_ for id_, token in added if token.special and token.content == text), None)

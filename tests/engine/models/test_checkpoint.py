@@ -62,6 +62,26 @@ def test_generation_config_overrides_eos_ids(
     assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("token", "configured", "expected"),
+    [
+        ("<|im_end|>", 256, (256, 258)),
+        ("<|im_end|>", [258, 256], (258, 256)),
+        ("<|im_end|>", None, (258,)),
+        ("<|unknown|>", 256, (256,)),
+        ("a", 256, (256,)),
+    ],
+)
+def test_special_eos_token_of_the_tokenizer_ends_texts_too(
+    tmp_path: Path, token: str, configured: Any, expected: tuple[int, ...]
+) -> None:
+    files = {
+        "generation_config.json": {"eos_token_id": configured},
+        "tokenizer_config.json": {"eos_token": token},
+    }
+    assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == expected
+
+
 def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
     assert checkpoint.read(folder_of(tmp_path, {"tokenizer.json": text})).bos_id == 256
