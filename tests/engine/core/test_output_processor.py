@@ -237,6 +237,32 @@ def test_stop_string_cuts_forced_tokens(harness_of: MakeHarness) -> None:
     assert end.num_kept == len(end.text)
 
 
+@pytest.mark.parametrize(
+    ("constraint", "answer", "stop", "outcome"),
+    [
+        (lark("start: /[a-z.]+/"), "ab.cd", ".", "met"),
+        (lark("start: /[a-z.]{3,}/"), "ab.cd", ".", "cut"),
+        (lark('start: "N" | "NY, NY"'), "NY, NY", "Y,", "met"),
+        (schema({"type": "number", "not": {"const": 9}}), "12.5", ".", "relaxed"),
+        (schema({"type": "number", "not": {"const": 12}}), "12.5", ".", "cut"),
+    ],
+)
+@pytest.mark.parametrize("slow_s", [10.0, -1.0])
+def test_complete_text_before_a_stop_string_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+    harness_of: MakeHarness,
+    slow_s: float,
+    constraint: str,
+    answer: str,
+    stop: str,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
+    end = harness_of(answer).call(constraint, stop=(stop,)).finished
+    text = answer[: answer.index(stop)]
+    assert (end.text, end.reason, end.stop, end.constraint) == (text, "stop", stop, outcome)
+
+
 def test_stop_string_in_the_withheld_text_ends_an_output() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, ".â": 1}, unk_token="a"))
     tokenizer.decoder = decoders.ByteLevel()
