@@ -221,19 +221,19 @@ def _reply(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
 
 
 def _check(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
-    from . import grammar
+    from . import grammar, validation
 
     compiled = grammar.compile_strict_or_relaxed(tokenizer, request.constraint)
     grammar.check_first_choice(compiled)
     is_relaxed = compiled.source != request.constraint
     schema = grammar.schema_of(request.constraint) if is_relaxed else None
     if is_relaxed:
-        grammar.check_schema(schema)
+        validation.check_schema(schema)
     if request.text is None:
         return SandboxReply(compiled.source)
     matches = grammar.accepts(compiled, list(request.text.encode()))
     if matches and is_relaxed:
-        matches = grammar.is_valid(schema, request.text)
+        matches = validation.is_valid(schema, request.text)
     return SandboxReply(compiled.source, matches=matches)
 
 
