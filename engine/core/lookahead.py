@@ -175,12 +175,9 @@ def schedule_lookahead(
         begin = context.num_computed if row is None else row.end
         length = _length(context, row, limits)
         if begin >= length:
-            if row is not None:
-                continue
-            if context.is_filling:
+            if row is None and context.is_filling:
                 batch.complete.append(context)
-                continue
-            if context.is_blocked:
+            if row is not None or context.is_filling or context.is_blocked:
                 continue
             begin -= 1  # Run the last token again for its logits.
         end = min(length, begin + max_new)
