@@ -185,3 +185,8 @@ class EngineCounters:
     cached: int = 0
     recomputed: int = 0
     decoded: int = 0
+
+    def add_computed(self, computed: int, recomputed: int) -> None:
+        """Add tokens that went through the model."""
+        self.computed += computed
+        self.recomputed += recomputed

@@ -183,6 +183,26 @@ def test_fill_is_answered_after_its_step_is_read() -> None:
     assert server.engine.is_idle
 
 
+@pytest.mark.parametrize("num_steps", range(4))
+@pytest.mark.parametrize("size", [8, 32])
+def test_tokens_of_a_freed_parent_in_flight_are_counted(num_steps: int, size: int) -> None:
+    limits = protocol.EngineLimits(
+        256, block_size=4, num_blocks=64, step_tokens=size, max_sequences=8
+    )
+    server = ServerDouble(limits, late=True)
+    parent = server.fill(A[:16])
+    child = server.fill(b"X", parent, 16)
+    for _ in range(num_steps):
+        server.step()
+    server.free(parent, keep=16)
+    server.run()
+    status = server.engine.status()
+    assert (status.num_computed_tokens, status.num_recomputed_tokens) == (16 + 1, 0)
+    assert server.known[child].filled == [protocol.Filled(child, 1, 16, 0)]
+    server.free(child)
+    assert (server.engine.status().num_held, server.engine.status().num_cached) == (0, 4)
+
+
 def test_waiting_contexts_do_not_disable_lookahead() -> None:
     limits = protocol.EngineLimits(
         256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=2
