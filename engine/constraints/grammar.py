@@ -3,7 +3,7 @@
 A constraint is sent as JSON, `{"grammars": [{"lark_grammar": ...} or {"json_schema": ...}]}`. A
 JSON schema is compiled strictly first: keywords that the compiler cannot enforce are rejected, not
 ignored. If that fails, the schema is compiled leniently: it is *relaxed*, and the finished text
-must be validated against the schema (`schema_of`, `is_valid`).
+must be validated against the schema (`schema_of`, `validation`).
 
 Out of scope: threads, processes, contexts and steps.
 
@@ -60,7 +60,7 @@ def compile_grammar(tokenizer: LLTokenizer, constraint: str) -> CompiledGrammar:
     if matcher.is_error():
         what = "grammar" if schema_of(constraint) is None else "JSON schema"
         reason = f"the {what} cannot be compiled: {matcher.get_error()}"
-        raise EngineError("constraint.invalid", _message(reason))
+        raise EngineError("constraint.invalid", message(reason))
     return CompiledGrammar(matcher, constraint)
 
 
@@ -88,7 +88,7 @@ def check_first_choice(compiled: CompiledGrammar) -> None:
         )
     raise EngineError(
         "constraint.too_complex",
-        _message(f"the grammar is too complex; make it smaller or less ambiguous: {reason}"),
+        message(f"the grammar is too complex; make it smaller or less ambiguous: {reason}"),
     )
 
 
@@ -141,70 +141,6 @@ def schema_of(constraint: str) -> Any:
     return grammars[0].get("json_schema") if len(grammars) == 1 else None
 
 
-def check_schema(schema: Any) -> None:
-    """Reject a value that is not a JSON schema, because no text can be validated against it.
-
-    Raises:
-        EngineError: `constraint.invalid`.
-    """
-    from jsonschema.exceptions import SchemaError
-
-    try:
-        kind = _validator(schema)
-        kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
-    except SchemaError as error:
-        where = "".join(f"[{step!r}]" for step in error.absolute_path)
-        raise EngineError(
-            "constraint.invalid", _message(f"not a JSON schema: {error.message} (at {where})")
-        ) from None
-    except RecursionError:
-        raise EngineError("constraint.invalid", "the schema is nested too deeply") from None
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A `$schema` that is not a string, or a number in a pattern that is too large.
-        raise EngineError(
-            "constraint.invalid", _message(f"not a JSON schema: {error!r}")
-        ) from error
-
-
-def is_valid(schema: Any, text: str) -> bool:
-    """Return whether a text is JSON that a schema allows. External references are not fetched.
-
-    Takes unbounded time for some schemas: call it in a process that can be killed.
-
-    Raises:
-        EngineError: `constraint.invalid` if the schema turns out to be invalid.
-    """
-    from referencing import Registry
-
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    # An empty registry: the default one would fetch the target of a `$ref`.
-    validator = _validator(schema)(schema, registry=Registry())
-    try:
-        return bool(validator.is_valid(value))
-    except MemoryError:
-        raise
-    except Exception as error:
-        # Dangling or circular references, among many other errors.
-        raise EngineError(
-            "constraint.invalid",
-            _message(f"texts cannot be validated against the schema: {error!r}"),
-        ) from error
-
-
-def _validator(schema: Any) -> Any:
-    """Return the validator class of a schema's dialect."""
-    # Imported here: only the sandbox process validates.
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import validator_for
-
-    return validator_for(schema, default=Draft202012Validator)
-
-
 def accepts(compiled: CompiledGrammar, tokens: Sequence[int]) -> bool:
     """Return whether tokens are a complete text of the language."""
     matcher = compiled.matcher.deep_copy()
@@ -247,7 +183,7 @@ def _grammars(constraint: str) -> list[dict[str, Any]]:
     return grammars
 
 
-def _message(reason: str) -> str:
+def message(reason: str) -> str:
     """Return the compiler's error as one line, without the parser state that follows it."""
     line = " ".join(reason.split("\n<")[0].split()) or "the grammar cannot be compiled"
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."

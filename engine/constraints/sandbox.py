@@ -146,7 +146,7 @@ class SandboxedGrammarCheck:
         deadline, used_before_s = time.monotonic() + DEADLINE_S, _cpu_s_of(process)
         try:
             # The helper reads a whole request before it processes it.
-            _write(stdin, payload)
+            _write(stdin, payload, deadline)
             reply = _read(stdout, deadline)
         except OSError:
             reply = None
@@ -186,10 +186,12 @@ class SandboxedGrammarCheck:
                 "constraint.unavailable", f"the grammar sandbox could not be started: {error}"
             ) from error
         stdin, stdout = _pipes(process)
+        os.set_blocking(stdin.fileno(), False)  # for writing with a deadline
+        deadline = time.monotonic() + _START_S
         try:
-            _write(stdin, msgspec.msgpack.encode(self._setup))
+            _write(stdin, msgspec.msgpack.encode(self._setup), deadline)
             # The first frame signals that it is ready. The deadline of a request excludes it.
-            is_ready = _read(stdout, time.monotonic() + _START_S) is not None
+            is_ready = _read(stdout, deadline) is not None
         except OSError:
             is_ready = False
         if not is_ready:
@@ -219,19 +221,19 @@ def _reply(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
 
 
 def _check(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
-    from . import grammar
+    from . import grammar, validation
 
     compiled = grammar.compile_strict_or_relaxed(tokenizer, request.constraint)
     grammar.check_first_choice(compiled)
     is_relaxed = compiled.source != request.constraint
     schema = grammar.schema_of(request.constraint) if is_relaxed else None
     if is_relaxed:
-        grammar.check_schema(schema)
+        validation.check_schema(schema)
     if request.text is None:
         return SandboxReply(compiled.source)
     matches = grammar.accepts(compiled, list(request.text.encode()))
     if matches and is_relaxed:
-        matches = grammar.is_valid(schema, request.text)
+        matches = validation.is_valid(schema, request.text)
     return SandboxReply(compiled.source, matches=matches)
 
 
@@ -251,13 +253,13 @@ def main() -> None:
     _limit_memory()
     # From here on, a crash is caused by a constraint: its error output is not of interest.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    _write(sink, b"")
+    _write(sink, b"", None)
     while (payload := _read(source, None)) is not None:
         # The signal of this timer ends the helper.
         signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
         reply = _reply(tokenizer, msgspec.msgpack.decode(payload, type=SandboxRequest))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sink, msgspec.msgpack.encode(reply))
+        _write(sink, msgspec.msgpack.encode(reply), None)
 
 
 def _limit_memory() -> None:
@@ -285,9 +287,17 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[BinaryIO, BinaryIO]:
     return process.stdin, process.stdout  # type: ignore[return-value]  # IO[bytes] of a pipe
 
 
-def _write(pipe: BinaryIO, payload: bytes) -> None:
-    pipe.write(len(payload).to_bytes(4, "big") + payload)
-    pipe.flush()
+def _write(pipe: BinaryIO, payload: bytes, deadline: float | None) -> None:
+    """Write a payload.
+
+    Raises:
+        OSError: if the deadline passes or the reader ends first.
+    """
+    data = memoryview(len(payload).to_bytes(4, "big") + payload)
+    while data:
+        if not _is_ready(pipe, select.POLLOUT, deadline):
+            raise TimeoutError("the helper does not read")
+        data = data[os.write(pipe.fileno(), data) :]
 
 
 def _read(pipe: BinaryIO, deadline: float | None) -> bytes | None:
@@ -298,17 +308,22 @@ def _read(pipe: BinaryIO, deadline: float | None) -> bytes | None:
 
 def _read_bytes(pipe: BinaryIO, size: int, deadline: float | None) -> bytes | None:
     data = b""
-    poll = select.poll()  # unlike `select`, it accepts file descriptors above 1,023
-    poll.register(pipe, select.POLLIN)
     while len(data) < size:
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not poll.poll(None if left_s is None else math.ceil(left_s * 1_000)):
+        if not _is_ready(pipe, select.POLLIN, deadline):
             return None
         more = os.read(pipe.fileno(), size - len(data))
         if not more:
             return None
         data += more
     return data
+
+
+def _is_ready(pipe: BinaryIO, event: int, deadline: float | None) -> bool:
+    """Wait until a pipe can be read or written. Return False if the deadline passes first."""
+    poll = select.poll()  # unlike `select`, it accepts file descriptors above 1,023
+    poll.register(pipe, event)
+    left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+    return bool(poll.poll(None if left_s is None else math.ceil(left_s * 1_000)))
 
 
 if __name__ == "__main__":

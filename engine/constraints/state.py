@@ -84,7 +84,8 @@ class ConstraintState:
         self.error: EngineError | None = None
         """Set if the output cannot continue. It fails with this error."""
         self.is_valid: bool | None = None
-        """Of a relaxed constraint: whether the whole text matches the schema, once validated."""
+        """Whether the whole text matches the constraint, once validated: if it is relaxed, or if
+        the text ends before the last token."""
         self.is_slow = False
         self.is_exhausted = False
         """The matcher failed, possibly because of other outputs: all outputs of one compiled
@@ -102,10 +103,10 @@ class ConstraintState:
         """Tokens so far, including forced ones."""
         return len(self._tokens)
 
-    @property
-    def outcome(self) -> ConstraintOutcome:
-        """The outcome if the text ends here."""
-        if not self.is_satisfied:
+    def outcome(self, *, is_cut: bool) -> ConstraintOutcome:
+        """Return the outcome of a text that ends here, or before the last token if `is_cut`."""
+        is_whole = self.is_valid if is_cut else self.is_satisfied
+        if not is_whole:
             return "cut"
         if not self.is_relaxed:
             return "met"

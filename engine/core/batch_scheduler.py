@@ -66,12 +66,11 @@ def schedule_step(
             max_new = budget - min(num_decoding, max_decode_reserve)
             if max_new <= 0 or not kv.match_prefix(context):
                 continue
-        # A blocked context does not run its last token: the mask of the next one is unknown.
         is_blocked = not is_decoding and context.is_blocked
-        length = len(context.ids) - is_blocked
+        length = context.num_runnable if is_blocked else len(context.ids)
         begin = context.num_computed
         if begin >= length:
-            if context.generation is None:
+            if context.is_filling:
                 complete.append(context)
                 continue
             if is_blocked:

@@ -106,9 +106,22 @@ class Context:
         return self.generation is not None and self.generation.is_blocked
 
     @property
+    def num_runnable(self) -> int:
+        """How many of the tokens may be computed now.
+
+        A blocked context runs its last token for a Fill only: the mask of the next one is unknown.
+        """
+        return len(self.ids) - (self.is_blocked and not self.fills)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the context computes tokens for its Fills only. None of its rows samples."""
+        return self.generation is None or (self.is_blocked and bool(self.fills))
+
+    @property
     def is_stalled(self) -> bool:
-        """Whether the context is blocked, and all tokens but the last are computed."""
-        return self.is_blocked and self.num_computed >= len(self.ids) - 1
+        """Whether the context is blocked, its Fills are answered, and no token may be computed."""
+        return self.is_blocked and not self.fills and self.num_computed >= self.num_runnable
 
     def is_before(self, other: Context) -> bool:
         """Return whether this context has the higher priority: by rank, then by arrival."""
@@ -172,3 +185,8 @@ class EngineCounters:
     cached: int = 0
     recomputed: int = 0
     decoded: int = 0
+
+    def add_computed(self, computed: int, recomputed: int) -> None:
+        """Add tokens that went through the model."""
+        self.computed += computed
+        self.recomputed += recomputed

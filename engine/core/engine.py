@@ -273,19 +273,20 @@ class EngineCore:
             step.contexts, step.rows, step.generations, strict=True
         ):
             token_id = None if row.sampling is None else next(sampled)
-            if context.is_released:
-                continue
             if is_stale(context, row, generation_at_start):
-                kv.trim(context)
+                if not context.is_released:
+                    kv.trim(context)
+                continue
+            if context.is_released:
+                # Its forks may have shared the KV that this step has computed.
+                counters.add_computed(*context.count_computed(row.start, row.length))
                 continue
             generation, end = context.generation, row.length
             # The common case: a generated token counts as neither computed nor recomputed.
             if generation is not None and context.num_counted == row.start >= generation.num_prompt:
                 context.num_counted = end
             else:
-                computed, recomputed = context.count_computed(row.start, end)
-                counters.computed += computed
-                counters.recomputed += recomputed
+                counters.add_computed(*context.count_computed(row.start, row.length))
             context.num_computed = end
             pooling.add(context, row)
             if end // size > context.depth:

@@ -175,10 +175,9 @@ def schedule_lookahead(
         begin = context.num_computed if row is None else row.end
         length = _length(context, row, limits)
         if begin >= length:
-            if row is not None or context.is_blocked:
-                continue
-            if context.generation is None:
+            if row is None and context.is_filling:
                 batch.complete.append(context)
+            if row is not None or context.is_filling or context.is_blocked:
                 continue
             begin -= 1  # Run the last token again for its logits.
         end = min(length, begin + max_new)
@@ -253,12 +252,10 @@ def _decodes(context: Context, row: _InFlightRow | None) -> bool:
 
 def _length(context: Context, row: _InFlightRow | None, limits: EngineLimits) -> int:
     """Return how many tokens a context should have KV for after the lookahead step."""
-    length = len(context.ids)
     if row is None or row.id_index is None:
-        # A blocked context does not run its last token: the mask of the next one is unknown.
-        return length - context.is_blocked
+        return context.num_runnable
     generation = row.generation
-    length += 1
+    length = len(context.ids) + 1
     if (
         generation is None
         or context.generation is not generation

@@ -13,6 +13,7 @@ missing or damaged), `model.unsupported` (another file format, or too small a vo
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer
 from ..protocol import EngineError
 from ..text import byte_tokenizer
 
+_log: Final = logging.getLogger(__name__)
 _READ_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
 _UNREAD_FILES: Final = ("*/*", "consolidated*")
 """Files in subfolders, and a second copy of the weights, in the format of their authors."""
@@ -43,7 +45,7 @@ class Checkpoint:
     special_tokens: dict[str, str]
     """Text of special tokens by their names in templates (`bos_token`, ...)."""
     bos_id: int | None
-    """The id that the tokenizer adds before every text, if any."""
+    """The id that the tokenizer adds before every text, if it adds one."""
     eos_ids: tuple[int, ...]
 
 
@@ -184,14 +186,17 @@ def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkp
     """Return the checkpoint at `found` with the tokenizer files in `folder`."""
     tokenizer_json, tokenizer = _tokenizer(folder / "tokenizer.json")
     tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
+    special_tokens = _special_tokens(folder, tokenizer_config)
+    configured = _eos_ids(_json_object(folder / "generation_config.json") or {}, config)
+    named = _special_id(tokenizer, special_tokens.get("eos_token"))
     return Checkpoint(
         path=found,
         config=config,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),
-        special_tokens=_special_tokens(folder, tokenizer_config),
+        special_tokens=special_tokens,
         bos_id=_bos_id(tokenizer),
-        eos_ids=_eos_ids(_json_object(folder / "generation_config.json") or {}, config),
+        eos_ids=configured if named is None or named in configured else (*configured, named),
     )
 
 
@@ -262,19 +267,39 @@ def _tokenizer(path: Path) -> tuple[str, Tokenizer]:
 
 
 def _bos_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id that the tokenizer's post-processing adds before a text, if any."""
+    """Return the id that the tokenizer's post-processing adds before a text, if it is one id.
+
+    Of several ids, none is added: the model was not trained on one of them alone.
+    """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     processed = tokenizer.encode("a", add_special_tokens=True).ids
-    if len(processed) > len(plain) and processed[1 : 1 + len(plain)] == plain:
-        return int(processed[0])
-    return None
+    starts = range(len(processed) - len(plain) + 1)
+    num_added = next((at for at in starts if processed[at : at + len(plain)] == plain), 0)
+    if num_added > 1:
+        _log.warning(
+            "the tokenizer adds %d tokens before a text, %s, and only one is supported: prompts "
+            "begin without them, which may lower the quality of outputs; begin a prompt with "
+            '{"text": ..., "special": true}',
+            num_added,
+            [tokenizer.id_to_token(token_id) for token_id in processed[:num_added]],
+        )
+    return int(processed[0]) if num_added == 1 else None
 
 
 def _eos_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a text, as transformers' generation does."""
+    """Return the configured ids that end a text, as transformers' generation does."""
     found = generation_config.get("eos_token_id")
     if found is None:
         found = config.get("eos_token_id")
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _special_id(tokenizer: Tokenizer, text: str | None) -> int | None:
+    """Return the id of a special token, None if the tokenizer has no such token.
+
+    A token that is not special may be part of a text.
+    """
+    added = tokenizer.get_added_tokens_decoder().items()
+    return next((id_ for id_, token in added if token.special and token.content == text), None)

@@ -113,7 +113,7 @@ class Detokenizer:
         rest = ""
         if self.stop is None and len(self._window) > self._num_complete_tokens:
             search_from = self._next_search()
-            rest = self._decode_pending()
+            rest = self._decode(self._window)[self._num_decoded_chars :]
             self.text += rest
             if self._can_stop:
                 self._find_stop(search_from)
@@ -145,7 +145,7 @@ class Detokenizer:
     def _decode_newest(self) -> str:
         """Decode the window, and return the text that the newest token completes."""
         window = self._window
-        text = self._decode(window)
+        text = self._decode_window()
         num_decoded = self._num_decoded_chars
         if text.endswith(REPLACEMENT) and len(window) <= MAX_WINDOW:
             if len(window) - self._num_complete_tokens <= MAX_PENDING:
@@ -163,15 +163,21 @@ class Detokenizer:
         self._num_decoded_chars = self._num_chars(window)
         return text[num_decoded:]
 
-    def _decode_pending(self) -> str:
-        """Return the text of the tokens after the complete characters."""
-        window, num_complete = self._window, self._num_complete_tokens
-        text, pending = self._decode(window), window[num_complete:]
-        is_unread = len(pending) <= MAX_PENDING
-        if is_unread and not text.startswith(self._decode(window[:num_complete])):
-            # The incomplete character turned the complete ones before it into U+FFFD.
-            return self._decode(pending)
-        return text[self._num_decoded_chars :]
+    def _decode_window(self) -> str:
+        """Return the text of the window. Remove its complete characters if later bytes change them.
+
+        Some decoders turn a run of bytes into U+FFFD if it is not UTF-8 as a whole.
+        """
+        window = self._window
+        text = self._decode(window)
+        if REPLACEMENT in text[: self._num_decoded_chars]:
+            complete = self._decode(window[: self._num_complete_tokens])
+            if not text.startswith(complete):
+                del window[: self._num_complete_tokens]
+                self._num_complete_tokens = 0
+                self._num_decoded_chars -= len(complete)
+                return self._decode(window)
+        return text
 
     def _num_chars(self, ids: list[int]) -> int:
         """Return the number of characters of ids. Mostly there is only the newest id."""

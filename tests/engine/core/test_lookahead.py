@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from conure.engine.testing.scripted_runner import default_text
 from conure.kernels.planning.plan import Plan, build_plan
 
 from .. import shrunk
-from ..constraint_harness import ConstraintHarness, lark, schema
+from ..constraint_harness import PATIENCE_S, ConstraintHarness, lark, schema
 from ..graph_double import Recorder, backend
 from ..random_calls import random_calls, run_calls
 from ..server_double import LIMITS, RecordingRunner, ServerDouble
@@ -182,6 +183,26 @@ def test_fill_is_answered_after_its_step_is_read() -> None:
     assert server.engine.is_idle
 
 
+@pytest.mark.parametrize("num_steps", range(4))
+@pytest.mark.parametrize("size", [8, 32])
+def test_tokens_of_a_freed_parent_in_flight_are_counted(num_steps: int, size: int) -> None:
+    limits = protocol.EngineLimits(
+        256, block_size=4, num_blocks=64, step_tokens=size, max_sequences=8
+    )
+    server = ServerDouble(limits, late=True)
+    parent = server.fill(A[:16])
+    child = server.fill(b"X", parent, 16)
+    for _ in range(num_steps):
+        server.step()
+    server.free(parent, keep=16)
+    server.run()
+    status = server.engine.status()
+    assert (status.num_computed_tokens, status.num_recomputed_tokens) == (16 + 1, 0)
+    assert server.known[child].filled == [protocol.Filled(child, 1, 16, 0)]
+    server.free(child)
+    assert (server.engine.status().num_held, server.engine.status().num_cached) == (0, 4)
+
+
 def test_waiting_contexts_do_not_disable_lookahead() -> None:
     limits = protocol.EngineLimits(
         256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=2
@@ -284,7 +305,7 @@ def test_failed_step_leaves_no_cached_kv() -> None:
 
 
 def test_cut_of_forced_tokens_discards_their_step_in_flight() -> None:
-    """The next prompt takes their positions before the step is read."""
+    """The text before the stop string is validated before the step is read."""
     limits = protocol.EngineLimits(
         256, block_size=4, num_blocks=128, step_tokens=16, max_sequences=4
     )
@@ -293,9 +314,11 @@ def test_cut_of_forced_tokens_discards_their_step_in_flight() -> None:
     forced = lark('start: "hello STOP world"')
     harness.call(forced)  # From here on, the grammar is cached.
     context = harness.start(A[:16], forced, stop=("STOP",))
+    harness.run(until=lambda: harness.constraints.is_pending)
+    assert runner.flying
+    select.select([harness.constraints.fileno()], [], [], PATIENCE_S)
     harness.run()
     assert harness.outcomes[context].finished.text == "hello "
-    assert runner.flying
     assert runner.steps[-1] == [(context, 16, len("hello STOP"))]
     harness.apply(protocol.Fill(context, list(A[:20])))
     harness.generate(context, None, max_tokens=4)

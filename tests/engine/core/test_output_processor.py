@@ -29,6 +29,7 @@ from conure.engine.testing.scripted_runner import FakeRunner, default_text
 from conure.engine.text.detokenizer import Detokenizer
 
 from ..constraint_harness import AMBIGUOUS, ConstraintHarness, lark, schema
+from ..server_double import RecordingRunner
 
 LIMITS = protocol.EngineLimits(
     context_len=256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=16
@@ -154,8 +155,10 @@ def test_fully_forced_output_finishes_after_its_prompt(
     harness_of: MakeHarness,
 ) -> None:
     harness = harness_of()
+    forced = lark('start: "only this"')
+    harness.call(forced)  # From here on, the grammar is cached.
     for prompt in (b"0123456789" * 20, b"x"):
-        outcome = harness.call(lark('start: "only this"'), prompt)
+        outcome = harness.call(forced, prompt)
         assert [type(r) for r in outcome.reports] == [
             protocol.Tokens,
             protocol.Filled,
@@ -237,6 +240,32 @@ def test_stop_string_cuts_forced_tokens(harness_of: MakeHarness) -> None:
     assert end.num_kept == len(end.text)
 
 
+@pytest.mark.parametrize(
+    ("constraint", "answer", "stop", "outcome"),
+    [
+        (lark("start: /[a-z.]+/"), "ab.cd", ".", "met"),
+        (lark("start: /[a-z.]{3,}/"), "ab.cd", ".", "cut"),
+        (lark('start: "N" | "NY, NY"'), "NY, NY", "Y,", "met"),
+        (schema({"type": "number", "not": {"const": 9}}), "12.5", ".", "relaxed"),
+        (schema({"type": "number", "not": {"const": 12}}), "12.5", ".", "cut"),
+    ],
+)
+@pytest.mark.parametrize("slow_s", [10.0, -1.0])
+def test_complete_text_before_a_stop_string_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+    harness_of: MakeHarness,
+    slow_s: float,
+    constraint: str,
+    answer: str,
+    stop: str,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
+    end = harness_of(answer).call(constraint, stop=(stop,)).finished
+    text = answer[: answer.index(stop)]
+    assert (end.text, end.reason, end.stop, end.constraint) == (text, "stop", stop, outcome)
+
+
 def test_stop_string_in_the_withheld_text_ends_an_output() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, ".â": 1}, unk_token="a"))
     tokenizer.decoder = decoders.ByteLevel()
@@ -306,18 +335,37 @@ def test_other_calls_continue_during_compilation(
     free = harness.start(list(b"second"), None)
     harness.run(until=lambda: free not in harness.open)
     assert harness.outcomes[free].finished.text == default_text(list(b"second"))
-    assert harness.outcomes[held].reports == []
     while harness.step():
         pass
-    # The whole prompt except its last token is computed; the engine may sleep.
+    # The prompt is filled; the engine may sleep.
     assert harness.engine.is_idle
-    assert harness.engine.status().num_computed_tokens == len("second") + len("first") - 1
+    assert harness.outcomes[held].reports == [protocol.Filled(held, 5, 0, 0)]
+    assert harness.engine.status().num_computed_tokens == len("second") + len("first")
     gate.is_open.set()
     harness.run()
     filled, *_, end = harness.outcomes[held].reports
     assert filled == protocol.Filled(held, 5, 0, 0)
     assert isinstance(end, protocol.Finished)
     assert end.constraint == "met"
+
+
+def test_fill_is_answered_while_the_grammar_of_a_later_output_compiles() -> None:
+    for late in (False, True):
+        runner, gate = RecordingRunner(LIMITS, late=late), GatedSandbox()
+        harness = ConstraintHarness(
+            runner, ConstraintCompiler(runner.tokenizer_json, runner.eos_ids, sandbox=gate)
+        )
+        calls = [harness.start(list(b"some text"), YES_NO) for _ in range(2)]
+        while harness.step():
+            pass
+        assert harness.engine.is_idle
+        for call in calls:
+            (filled,) = harness.outcomes[call].reports
+            assert isinstance(filled, protocol.Filled)
+        gate.is_open.set()
+        harness.run()
+        assert {harness.outcomes[call].finished.constraint for call in calls} == {"met"}
+        harness.close()
 
 
 def fill_memory(harness: ConstraintHarness) -> tuple[list[int], int]:
@@ -383,8 +431,9 @@ def test_call_can_be_discarded_during_compilation(
     harness.apply(command(held))
     gate.is_open.set()
     harness.run()
-    reports = harness.outcomes[held].reports
-    assert reports == ([protocol.Aborted(held)] if command is protocol.Abort else [])
+    filled, *later = harness.outcomes[held].reports
+    assert isinstance(filled, protocol.Filled)
+    assert later == ([protocol.Aborted(held)] if command is protocol.Abort else [])
     assert harness.outcomes[other].finished.constraint == "met"
     harness.free(other)
     assert harness.engine.status().num_held == 0

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from conure.engine.models import checkpoint
 from conure.engine.protocol import EngineError
@@ -62,9 +63,42 @@ def test_generation_config_overrides_eos_ids(
     assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("token", "configured", "expected"),
+    [
+        ("<|im_end|>", 256, (256, 258)),
+        ("<|im_end|>", [258, 256], (258, 256)),
+        ("<|im_end|>", None, (258,)),
+        ("<|unknown|>", 256, (256,)),
+        ("a", 256, (256,)),
+    ],
+)
+def test_special_eos_token_of_the_tokenizer_ends_texts_too(
+    tmp_path: Path, token: str, configured: Any, expected: tuple[int, ...]
+) -> None:
+    files = {
+        "generation_config.json": {"eos_token_id": configured},
+        "tokenizer_config.json": {"eos_token": token},
+    }
+    assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == expected
+
+
 def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
     assert checkpoint.read(folder_of(tmp_path, {"tokenizer.json": text})).bos_id == 256
+
+
+def test_several_tokens_before_a_text_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer.tokenizer_json())
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> <|im_start|> $A <|im_end|>",
+        special_tokens=list(byte_tokenizer.SPECIAL_IDS.items()),
+    )
+    found = checkpoint.read(folder_of(tmp_path, {"tokenizer.json": tokenizer.to_str()}))
+    assert found.bos_id is None
+    assert "adds 2 tokens before a text, ['<|endoftext|>', '<|im_start|>']" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"length": 32}, {"pad_to_multiple_of": 8}])

@@ -105,6 +105,27 @@ def test_incomplete_character_at_the_end_spares_the_one_before_it() -> None:
     assert pieces == ["", "", "", "🦜", "", "", "\ufffd\ufffd"]
 
 
+@pytest.mark.parametrize("num_invalid", [1, 2, 3, 4, 5, 70])
+def test_invalid_bytes_after_a_character_are_replaced_once(num_invalid: int) -> None:
+    ids = [5, 6, 7, 8, *[6] * num_invalid, 3, 4]
+    text = "".join(feed(Detokenizer(word_tokenizer(), [1], ()), ids))
+    rest = word_tokenizer().decode(ids[4:])
+    assert text == "🦜" + rest
+    assert rest.startswith("\ufffd" * num_invalid + "three")
+
+
+@given(st.lists(st.integers(1, 9), max_size=100))
+def test_every_invalid_byte_is_replaced_once(ids: list[int]) -> None:
+    tokenizer = word_tokenizer()
+    text = "".join(feed(Detokenizer(tokenizer, [1], ()), ids))
+    whole = tokenizer.decode([1, *ids])
+
+    def num_bytes(text: str) -> int:
+        return sum(1 if char == "\ufffd" else len(char.encode()) for char in text)
+
+    assert num_bytes(text) == num_bytes(whole) - num_bytes(tokenizer.decode([1]))
+
+
 @pytest.mark.parametrize("can_stop", [False, True])
 def test_stop_string_is_found_before_an_incomplete_character(can_stop: bool) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, ".â": 1}, unk_token="a"))

@@ -1,0 +1,281 @@
+"""Validates finished texts against relaxed JSON schemas, reading them as their grammars do.
+
+A schema is relaxed if the grammar library cannot enforce some of its keywords. The whole text is
+validated then, against all keywords. Those that the grammar has enforced must not fail, and those
+within an unenforced keyword, as `pattern` within `not`, have the meaning that they have elsewhere:
+
+    numbers              exact decimals: 0.3 is a multiple of 0.1
+    pattern, format      matched by the grammar library, whose regexes are not Python's. Python
+                         matches patterns that only it reads, such as those with lookaround
+    dialects             keywords beside `$ref`, and `const`, apply in every one
+
+Out of scope: processes, and which schemas are relaxed.
+
+Invariants: external references are not fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any, Final
+
+import msgspec
+
+from ..protocol import EngineError
+from . import grammar
+
+_Errors = Iterator[Any]
+
+
+def check_schema(schema: Any) -> None:
+    """Reject a value that is not a JSON schema, because no text can be validated against it.
+
+    Raises:
+        EngineError: `constraint.invalid`.
+    """
+    from jsonschema import FormatChecker
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        kind = _dialect(schema)
+        formats = FormatChecker(())
+        formats.checkers = {**kind.FORMAT_CHECKER.checkers, "regex": (_check_regex, re.error)}
+        kind.check_schema(schema, format_checker=formats)
+    except SchemaError as error:
+        where = "".join(f"[{step!r}]" for step in error.absolute_path)
+        raise EngineError(
+            "constraint.invalid",
+            grammar.message(f"not a JSON schema: {error.message} (at {where})"),
+        ) from None
+    except RecursionError:
+        raise EngineError("constraint.invalid", "the schema is nested too deeply") from None
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A `$schema` that is not a string, or a number in a pattern that is too large.
+        raise EngineError(
+            "constraint.invalid", grammar.message(f"not a JSON schema: {error!r}")
+        ) from error
+
+
+def is_valid(schema: Any, text: str) -> bool:
+    """Return whether a text is JSON that a schema allows.
+
+    Takes unbounded time for some schemas: call it in a process that can be killed.
+
+    Raises:
+        EngineError: `constraint.invalid` if the schema turns out to be invalid.
+    """
+    from referencing import Registry
+
+    try:
+        msgspec.json.decode(text)  # within the limits of values
+        value = json.loads(text, parse_float=Decimal)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        # An empty registry: the default one would fetch the target of a `$ref`.
+        validator = _validator_class(schema)(_exact_root(schema), registry=Registry())
+        return bool(validator.is_valid(value))
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Dangling or circular references, among many other errors.
+        raise EngineError(
+            "constraint.invalid",
+            grammar.message(f"texts cannot be validated against the schema: {error!r}"),
+        ) from error
+
+
+def _dialect(schema: Any) -> Any:
+    """Return the library's validator class of a schema's dialect."""
+    # Imported here: only the sandbox process validates.
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
+    return validator_for(schema, default=Draft202012Validator)
+
+
+def _validator_class(schema: Any) -> Any:
+    """Return a validator class that reads a schema of its dialect as a grammar does."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import create
+
+    kind = _dialect(schema)
+    strings = _StringLanguages()
+    keywords = {
+        "multipleOf": _multiple_of,
+        "divisibleBy": _multiple_of,
+        "pattern": strings.pattern,
+        "format": strings.format,
+        "patternProperties": strings.pattern_properties,
+        "additionalProperties": strings.additional_properties,
+    }
+    types = kind.TYPE_CHECKER
+    if types.is_type(1.0, "integer"):
+        types = types.redefine("integer", _is_integer)
+    known = {"const": Draft202012Validator.VALIDATORS["const"], **kind.VALIDATORS}
+    return create(
+        kind.META_SCHEMA,
+        known | {name: read for name, read in keywords.items() if name in known},
+        type_checker=types,
+        id_of=kind.ID_OF,
+        applicable_validators=_all_keywords,
+    )
+
+
+def _exact_root(schema: Any) -> Any:
+    """Return a schema with exact numbers, and without the name of its dialect.
+
+    The library would take its own class of the dialect where a `$ref` leads to the root.
+    """
+    exact = _exact(schema)
+    if isinstance(exact, dict):
+        exact.pop("$schema", None)
+    return exact
+
+
+def _exact(value: Any) -> Any:
+    """Return a copy of a JSON value whose fractions are decimals, as they are written."""
+    match value:
+        case float():
+            return Decimal(repr(value))
+        case list():
+            return [_exact(each) for each in value]
+        case dict():
+            return {name: _exact(each) for name, each in value.items()}
+    return value
+
+
+def _all_keywords(schema: Any) -> Any:
+    """Return the keywords of a schema, also if `$ref` is among them."""
+    return schema.items()
+
+
+def _is_integer(_types: Any, value: Any) -> bool:
+    if isinstance(value, Decimal):
+        return bool(value == value.to_integral_value())
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _multiple_of(validator: Any, divisor: Any, value: Any, _schema: Any) -> _Errors:
+    if validator.is_type(value, "number") and not _is_multiple(Decimal(value), Decimal(divisor)):
+        yield _error("multipleOf")
+
+
+def _is_multiple(value: Decimal, divisor: Decimal) -> bool:
+    """Return whether a number is a multiple of another one, also if their exponents are large."""
+    number, exponent = _digits(value)
+    unit, unit_exponent = _digits(divisor)
+    shift = exponent - unit_exponent
+    if shift >= 0:
+        return number * pow(10, shift, unit) % unit == 0
+    if -shift > number.bit_length():
+        return number == 0
+    return number % (unit * int(10**-shift)) == 0
+
+
+def _digits(number: Decimal) -> tuple[int, int]:
+    """Return a number's digits as an integer without sign, and its exponent."""
+    _, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int), "JSON has finite numbers"
+    return int(Decimal((0, digits, 0))), exponent
+
+
+class _StringLanguages:
+    """Keywords whose regexes and formats are matched as in a grammar. Each is compiled once."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Final = grammar.byte_tokenizer(())
+        self._languages: dict[tuple[str, str], Callable[[str], bool] | None] = {}
+
+    def pattern(self, validator: Any, pattern: str, value: Any, _schema: Any) -> _Errors:
+        if validator.is_type(value, "string") and not self._matches(pattern, value):
+            yield _error("pattern")
+
+    def format(self, validator: Any, name: str, value: Any, _schema: Any) -> _Errors:
+        # A format that no grammar enforces is a comment.
+        if validator.is_type(value, "string"):
+            language = self._language("format", name)
+            if language is not None and not language(value):
+                yield _error("format")
+
+    def pattern_properties(
+        self, validator: Any, patterns: dict[str, Any], value: Any, _schema: Any
+    ) -> _Errors:
+        if validator.is_type(value, "object"):
+            for pattern, schema in patterns.items():
+                for name, each in value.items():
+                    if self._matches(pattern, name):
+                        yield from validator.descend(each, schema, path=name, schema_path=pattern)
+
+    def additional_properties(
+        self, validator: Any, allowed: Any, value: Any, schema: dict[str, Any]
+    ) -> _Errors:
+        if not validator.is_type(value, "object"):
+            return
+        named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        for name, each in value.items():
+            if name in named or any(self._matches(pattern, name) for pattern in patterns):
+                continue
+            if allowed is False:
+                yield _error("additionalProperties")
+            elif allowed is not True:
+                yield from validator.descend(each, allowed, path=name)
+
+    def _matches(self, pattern: str, text: str) -> bool:
+        language = self._language("pattern", pattern)
+        return bool(_python_regex(pattern).search(text)) if language is None else language(text)
+
+    def _language(self, keyword: str, name: str) -> Callable[[str], bool] | None:
+        """Return whether a grammar matches a string; None if none enforces the keyword."""
+        key = keyword, name
+        if key not in self._languages:
+            self._languages[key] = _language(self._tokenizer, keyword, name)
+        return self._languages[key]
+
+
+def _language(tokenizer: Any, keyword: str, name: str) -> Callable[[str], bool] | None:
+    """Compile a keyword of strings; None if a grammar cannot enforce it."""
+    schema = {"type": "string", keyword: name}
+    constraint = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
+    try:
+        compiled = grammar.compile_grammar(tokenizer, constraint)
+    except EngineError:
+        return None
+
+    def matches(text: str) -> bool:
+        return grammar.accepts(compiled, list(_quoted(text)))
+
+    return matches
+
+
+def _quoted(text: str) -> bytes:
+    """Return a string as a grammar spells it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
+
+
+def _python_regex(pattern: str) -> re.Pattern[str]:
+    with warnings.catch_warnings(action="ignore"):  # of syntax that may get another meaning
+        return re.compile(pattern)
+
+
+def _check_regex(pattern: Any) -> bool:
+    """Return whether a value is no string, or a regex. Raise Python's error for another string."""
+    try:
+        return not isinstance(pattern, str) or bool(_python_regex(pattern))
+    except (re.error, OverflowError):
+        if _language(grammar.byte_tokenizer(()), "pattern", pattern) is None:
+            raise
+        return True
+
+
+def _error(keyword: str) -> Any:
+    """Return the error of a keyword. Only its existence matters."""
+    from jsonschema import ValidationError
+
+    return ValidationError(keyword)

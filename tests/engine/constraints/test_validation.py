@@ -1,0 +1,115 @@
+"""Validation against relaxed schemas: keywords mean what they mean in the grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from conure.engine.constraints import grammar
+from conure.engine.constraints.sandbox import SandboxRequest, _reply
+from conure.engine.constraints.validation import check_schema, is_valid
+from conure.engine.protocol import EngineError
+
+from ..constraint_harness import schema
+
+NEVER = {"not": {"const": "never"}}
+"""A keyword that no grammar enforces, so that the schema beside it is relaxed."""
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ({"type": "number", "multipleOf": 0.1}, 0.3),
+        ({"type": "number", "multipleOf": 0.01}, 19.99),
+        ({"type": "number", "minimum": 0.1}, 0.1),
+        ({"type": "integer", "multipleOf": 3}, 3 * 10**40),
+        ({"type": "string", "pattern": r"^\p{L}+$"}, "é"),
+        ({"type": "string", "pattern": "^[[:alpha:]]$"}, "a"),
+        ({"type": "string", "pattern": r"(?<x>a)\z"}, "ba"),
+        ({"type": "string", "pattern": r"^[\s\S]+$"}, '"\x00\n\x7f\\/é'),
+        ({"type": "object", "patternProperties": {r"^\p{Lu}$": {"type": "number"}}}, {"A": 1}),
+        (
+            {
+                "type": "object",
+                "patternProperties": {r"^\p{Lu}$": {"type": "number"}},
+                "additionalProperties": {"type": "string"},
+            },
+            {"A": 1, "a": "x"},
+        ),
+    ],
+)
+def test_keyword_that_the_grammar_has_enforced_does_not_fail(content: Any, value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("\x7f", "\\u007f")
+    request = SandboxRequest(schema({**content, **NEVER}), text)
+    reply = _reply(grammar.byte_tokenizer([]), request)
+    assert (reply.code, reply.matches) == ("", True), reply.message
+    assert reply.constraint != request.constraint, "the schema is relaxed"
+
+
+@pytest.mark.parametrize(
+    ("content", "valid", "invalid"),
+    [
+        ({"contains": {"multipleOf": 0.1}}, [0.7], [0.75]),
+        ({"not": {"multipleOf": 0.1}}, 0.35, 0.3),
+        ({"uniqueItems": True}, [1, "1"], [1, 1.0]),
+        ({"not": {"type": "integer"}}, 1.5, 1.0),
+        ({"contains": {"type": "string", "pattern": r"^\p{L}$"}}, ["é"], ["1"]),
+        ({"$schema": DRAFT_4, "not": {"const": 0.5}}, 1, 0.5),
+        ({"not": {"pattern": r"^\d$"}}, "\u0661", "1"),
+        ({"not": {"pattern": "a(?=b)"}}, "ac", "ab"),
+        ({"contains": {"type": "string", "format": "date"}}, ["2020-02-29"], ["today"]),
+        ({"not": {"type": "string", "format": "no format"}}, 1, "x"),
+        ({"propertyNames": {"pattern": r"^\p{Lu}"}}, {"Ab": 1}, {"ab": 1}),
+        ({"not": {"patternProperties": {r"^\p{Lu}": False}}}, {"A": 1}, {"a": 1}),
+        (
+            {"not": {"additionalProperties": False, "patternProperties": {r"^\p{Lu}": True}}},
+            {"a": 1},
+            {"A": 1},
+        ),
+        (
+            {
+                "$schema": DRAFT_7,
+                "definitions": {"list": {"type": "array"}},
+                "$ref": "#/definitions/list",
+                "uniqueItems": True,
+            },
+            [1, 2],
+            [1, 1],
+        ),
+        (
+            {
+                "$schema": DRAFT_7,
+                "properties": {"next": {"$ref": "#"}},
+                "not": {"type": "object", "required": ["x"], "maxProperties": 1},
+                "multipleOf": 0.1,
+            },
+            {"next": 0.3},
+            {"next": {"x": 1}},
+        ),
+    ],
+)
+def test_relaxed_keyword_is_validated_exactly(content: Any, valid: Any, invalid: Any) -> None:
+    check_schema(content)
+    assert is_valid(content, json.dumps(valid))
+    assert not is_valid(content, json.dumps(invalid))
+
+
+@pytest.mark.parametrize("text", ["", "[1,", "NaN", '"\\ud800"', "1e999", "[" * 100_000])
+def test_text_that_is_no_value_is_invalid(text: str) -> None:
+    assert not is_valid(True, text)
+
+
+def test_multiple_with_a_large_exponent_is_found_at_once() -> None:
+    assert is_valid({"multipleOf": 7}, "7e300")
+    assert not is_valid({"multipleOf": 7}, "1e300")
+    assert not is_valid({"multipleOf": 7}, "7e-999999999")
+    assert is_valid({"multipleOf": 7}, "0e-999999999")
+
+
+def test_pattern_that_neither_grammars_nor_python_read_is_refused() -> None:
+    with pytest.raises(EngineError, match="is not a 'regex'"):
+        check_schema({"not": {"pattern": r"\p{L}(?=a"}})
