@@ -4,12 +4,16 @@
     wide     2,000 independent calls: the cost of a large program
     map      the same 2,000 calls as one map over a list in the submission
 
-    python benchmarks/latency.py [--repeats N] [--json] [--url URL]
+    python benchmarks/latency.py [--repeats N] [--json] [--url URL | --against CHECKOUT]
 
 Starts `conure serve --engine fake` (0 s per token) and uses HTTP only, so the figures include
 accepting, journaling with fsync, scheduling, engine frames, committing and events. The clock runs
 from before the submission until the response that shows the end. One warm-up run of each program is
 not counted.
+
+`--against` compares this checkout with another one: both servers run, each run of a program on one
+is followed by a run on the other, in alternating order, and the ratio of each pair is taken. The
+speed of a machine changes less between the two runs of a pair than between two benchmarks.
 
 A run that did not decode every token is an error.
 """
@@ -24,11 +28,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from temporary_server import served
+from temporary_server import ROOT, served
 
 CHAIN_CALLS = 50
 WIDE_CALLS = 2_000
@@ -150,6 +155,56 @@ def run_whole(client: httpx.Client, program: dict[str, Any]) -> float:
     return took_s
 
 
+RUNS: dict[str, Callable[[httpx.Client], float]] = {
+    "chain": run_chain,
+    "wide": run_wide,
+    "map": run_map,
+}
+PAIRS = {"chain": 20, "wide": 2, "map": 2}
+"""Pairs for each repeat: a run of the chain is short."""
+
+
+def compare(url: str, other_url: str, repeats: int) -> dict[str, list[float]]:
+    """Return the ratios of the durations on two servers, by program."""
+    with ExitStack() as stack:
+        ours, theirs = (
+            stack.enter_context(httpx.Client(base_url=each, timeout=WAIT_S + 10))
+            for each in (url, other_url)
+        )
+        return {
+            name: [
+                _ratio(run, ours, theirs, swapped=bool(index % 2))
+                for index in range(-1, repeats * PAIRS[name])
+            ][1:]
+            for name, run in RUNS.items()
+        }
+
+
+def _ratio(
+    run: Callable[[httpx.Client], float],
+    ours: httpx.Client,
+    theirs: httpx.Client,
+    *,
+    swapped: bool,
+) -> float:
+    if swapped:
+        other = run(theirs)
+        return run(ours) / other
+    own = run(ours)
+    return own / run(theirs)
+
+
+def print_ratios(ratios: dict[str, list[float]]) -> None:
+    """Print the median and the spread of the ratios of each program."""
+    for name, pairs in ratios.items():
+        low, _, high = statistics.quantiles(pairs, n=4)
+        print(
+            f"{name:6} {len(pairs):4} pairs   duration / other: median "
+            f"{statistics.median(pairs):.3f}   quartiles {low:.3f} to {high:.3f}   "
+            f"min {min(pairs):.3f}   max {max(pairs):.3f}"
+        )
+
+
 def measure(url: str, repeats: int) -> list[LatencyResult]:
     """Run each program `repeats` times after a warm-up run."""
 
@@ -170,11 +225,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Latency of the server on a fake engine.")
     parser.add_argument("--repeats", type=int, default=5, help="counted runs (5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--url", help="use a running server instead of starting one")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--url", help="use a running server instead of starting one")
+    source.add_argument("--against", type=Path, help="compare with the server of a checkout")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
     with ExitStack() as stack:
+        if options.against:
+            servers = (served("--engine", "fake", root=root) for root in (ROOT, options.against))
+            url, other_url = (stack.enter_context(server) for server in servers)
+            print_ratios(compare(url, other_url, options.repeats))
+            return 0
         url = options.url or stack.enter_context(served("--engine", "fake"))
         results = measure(url, options.repeats)
     if options.json:

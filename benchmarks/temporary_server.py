@@ -35,9 +35,9 @@ class ServerStartError(RuntimeError):
     """The server did not start; the message ends with its last lines of output."""
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a child process that imports `conure` from this checkout."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Return the environment of a child process that imports `conure` from a checkout."""
+    paths = [str(root), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
@@ -55,18 +55,25 @@ CONURE = ("-m", "conure.cli.main")
 
 
 @contextlib.contextmanager
-def served(*options: str, program: Sequence[str] = CONURE) -> Iterator[str]:
+def served(*options: str, program: Sequence[str] = CONURE, root: Path = ROOT) -> Iterator[str]:
     """Start `conure serve` with these options and yield its URL once it is ready.
+
+    Args:
+        options: of `conure serve`.
+        program: arguments of Python that run the command line.
+        root: the checkout whose code runs.
 
     Raises:
         StartError: If the server ends or does not become ready in time.
     """
-    with started(*options, program=program) as server:
+    with started(*options, program=program, root=root) as server:
         yield server.url
 
 
 @contextlib.contextmanager
-def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[TemporaryServer]:
+def started(
+    *options: str, program: Sequence[str] = CONURE, root: Path = ROOT
+) -> Iterator[TemporaryServer]:
     """Start `conure serve` as `served` does, and yield its process and folder, too.
 
     Raises:
@@ -80,7 +87,7 @@ def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[Temporar
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=environment(),
+            env=environment(root),
         )
         output = _ServerOutput(process)
         try:
