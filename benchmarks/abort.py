@@ -143,9 +143,11 @@ async def measure(num_races: int, num_background: int) -> AbortTimer:
 def main() -> int:
     """Print the figures; return 0 if the 99th percentile meets its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--races", type=int, default=300)
+    parser.add_argument("--races", type=int, default=300, help="at least 2 (300)")
     parser.add_argument("--beside", type=int, default=4, help="programs of 16 calls at a time")
     arguments = parser.parse_args()
+    if arguments.races < 2:
+        parser.error("--races must be at least 2")
     watch = asyncio.run(measure(arguments.races, arguments.beside))
     took_ms = [1e3 * s for s in watch.took_s]
     if len(took_ms) != arguments.races:

@@ -231,10 +231,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if options.against and options.json:
+        parser.error("--json cannot be combined with --against")
+    if options.against and not (options.against / "conure").is_dir():
+        parser.error(f"--against {options.against}: not a checkout of Conure")
     with ExitStack() as stack:
         if options.against:
-            servers = (served("--engine", "fake", root=root) for root in (ROOT, options.against))
-            url, other_url = (stack.enter_context(server) for server in servers)
+            url, other_url = (
+                stack.enter_context(served("--engine", "fake", root=root))
+                for root in (ROOT, options.against.resolve())
+            )
             print_ratios(compare(url, other_url, options.repeats))
             return 0
         url = options.url or stack.enter_context(served("--engine", "fake"))

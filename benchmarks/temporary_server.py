@@ -38,7 +38,12 @@ class ServerStartError(RuntimeError):
 def environment(root: Path = ROOT) -> dict[str, str]:
     """Return the environment of a child process that imports `conure` from a checkout."""
     paths = [str(root), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    # Without safe paths, Python looks for modules in the working folder first.
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 class TemporaryServer(NamedTuple):

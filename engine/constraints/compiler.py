@@ -1,11 +1,12 @@
 """Compiles, caches and advances the constraints of all outputs, without blocking the step loop.
 
 Three threads run what may take long. The *compile thread* first tries a new constraint in a sandbox
-process, then compiles it. The *text thread* validates finished texts, in a sandbox of its own. The
-*advance thread* starts outputs whose grammar was compiled, advances grammars that turned out to be
-slow, and recompiles grammars whose lexer is exhausted. Work that an output waits for runs before
-checks of constraints. The step loop continues meanwhile and collects finished work (`collect`). A
-file descriptor (`fileno`) becomes readable when there is any, so that an idle loop wakes up.
+process, then compiles it. The *text thread* validates finished texts against relaxed schemas, in a
+sandbox of its own. The *advance thread* starts outputs whose grammar was compiled, advances
+grammars that turned out to be slow, and recompiles grammars whose lexer is exhausted. Work that an
+output waits for runs before checks of constraints. The step loop continues meanwhile and collects
+finished work (`collect`). A file descriptor (`fileno`) becomes readable when there is any, so that
+an idle loop wakes up.
 
 All outputs of one compiled grammar share its lexer, which is locked while a mask is computed. So
 either the step loop or the advance thread uses a lexer. While the advance thread has work for one
@@ -165,8 +166,17 @@ class ConstraintCompiler:
             constraint.advance(token_id)
             self._restart_if_exhausted(constraint)
 
+    def rewind(self, constraint: ConstraintState, num_tokens: int, rest: str) -> None:
+        """Go back to where a text ends, `rest` behind its first tokens, as `advance` consumes."""
+        # Greedy tokens have the bytes of the text; the tokenizer may add a space before it.
+        tokens = self._tokenizer.greedy_tokenize(rest)
+        if constraint.is_slow or constraint.lexer.num_jobs:
+            self._submit_advance(constraint, lambda: constraint.rewind(num_tokens, tokens))
+        else:
+            constraint.rewind(num_tokens, tokens)
+
     def validate_text(self, constraint: ConstraintState, text: str) -> None:
-        """Validate a finished text against its constraint: set `is_valid`."""
+        """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
 
         def validate() -> None:
             if not constraint.is_released:

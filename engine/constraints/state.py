@@ -41,6 +41,7 @@ class Matcher(Protocol):
     def compute_ff_tokens(self) -> list[int]: ...
     def compute_bitmask(self) -> bytes: ...
     def consume_tokens(self, sampled_tokens: list[int], /) -> bool: ...
+    def rollback(self, num_tokens: int, /) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +85,7 @@ class ConstraintState:
         self.error: EngineError | None = None
         """Set if the output cannot continue. It fails with this error."""
         self.is_valid: bool | None = None
-        """Whether the whole text matches the constraint, once validated: if it is relaxed, or if
-        the text ends before the last token."""
+        """Of a relaxed constraint: whether the whole text matches the schema, once validated."""
         self.is_slow = False
         self.is_exhausted = False
         """The matcher failed, possibly because of other outputs: all outputs of one compiled
@@ -103,10 +103,10 @@ class ConstraintState:
         """Tokens so far, including forced ones."""
         return len(self._tokens)
 
-    def outcome(self, *, is_cut: bool) -> ConstraintOutcome:
-        """Return the outcome of a text that ends here, or before the last token if `is_cut`."""
-        is_whole = self.is_valid if is_cut else self.is_satisfied
-        if not is_whole:
+    @property
+    def outcome(self) -> ConstraintOutcome:
+        """The outcome if the text ends here."""
+        if not self.is_satisfied:
             return "cut"
         if not self.is_relaxed:
             return "met"
@@ -127,6 +127,23 @@ class ConstraintState:
     def advance(self, token_id: int) -> None:
         """Consume a token that the mask allows."""
         self._advance([token_id])
+
+    def rewind(self, num_tokens: int, rest: list[int]) -> None:
+        """Go back to where the text ends: behind its first tokens and a part of the next one.
+
+        Args:
+            num_tokens: Tokens that are whole in the text.
+            rest: Tokens of the rest of the text. They are not tokens of the output.
+        """
+        matcher, num_dropped = self._matcher, len(self._tokens) - num_tokens
+        del self._tokens[num_tokens:]
+        self.forced = []
+        self.is_satisfied = (
+            matcher is not None
+            and matcher.rollback(num_dropped)
+            and matcher.consume_tokens(rest)
+            and matcher.is_accepting()
+        )
 
     def mask_without(self, banned: Sequence[int]) -> bytes:
         """Return the mask without some ids, or the full mask if no other id is allowed."""

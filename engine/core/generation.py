@@ -45,7 +45,7 @@ class GenerationState:
     stop_id: int | None = None
     """The stop token or EOS that ended the output. It is not part of the text."""
     is_validating: bool = False
-    """Whether the finished text is or was validated against the constraint."""
+    """Whether the finished text is or was validated against a relaxed constraint."""
 
     @property
     def is_blocked(self) -> bool:
@@ -164,16 +164,15 @@ class GenerationState:
 
     @property
     def needs_validation(self) -> bool:
-        """Whether the finished text must be validated against the constraint.
-
-        The text before a stop string may be complete, although the constraint has consumed more.
-        """
+        """Whether the finished text must be validated against a relaxed constraint."""
         constraint = self.constraint
-        if constraint is None or constraint.is_valid is not None:
-            return False
-        if self.is_cut:
-            return self.detokenizer.stop is not None
-        return constraint.is_relaxed and constraint.is_satisfied
+        return (
+            constraint is not None
+            and constraint.is_relaxed
+            and constraint.is_valid is None
+            and constraint.is_satisfied
+            and not self.is_cut
+        )
 
     def report(self, context: int) -> Finished:
         """Return the report that the output has ended."""
@@ -182,7 +181,7 @@ class GenerationState:
         num_kept, leftover = detokenizer.split_at_text_end()
         outcome: ConstraintOutcome = "none"
         if constraint is not None:
-            outcome = constraint.outcome(is_cut=self.is_cut)
+            outcome = "cut" if self.is_cut else constraint.outcome
         return Finished(
             context,
             self.finish_reason.reason,

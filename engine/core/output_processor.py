@@ -38,6 +38,7 @@ class ConstraintProvider(Protocol):
 
     def create(self, source: str, max_tokens: int) -> ConstraintState: ...
     def advance(self, constraint: ConstraintState, token_id: int) -> None: ...
+    def rewind(self, constraint: ConstraintState, num_tokens: int, rest: str) -> None: ...
     def validate_text(self, constraint: ConstraintState, text: str) -> None: ...
     def submit_check(self, command: protocol.ValidateConstraint) -> None: ...
     def release(self, constraint: ConstraintState) -> None: ...
@@ -164,6 +165,13 @@ class OutputProcessor:
         if generation.finish_reason is None or context.fills or generation.is_blocked:
             return
         constraint = generation.constraint
+        if constraint is not None and generation.is_cut and generation.detokenizer.stop is not None:
+            # The constraint has consumed more, but the text before the stop string may be complete.
+            assert self._constraints is not None
+            self._constraints.rewind(constraint, *generation.detokenizer.split_at_text_end())
+            if constraint.is_busy:
+                self._blocked[constraint] = context, generation
+                return
         if generation.needs_validation and constraint is not None:
             assert self._constraints is not None
             constraint.error = None  # of advancing over the last token

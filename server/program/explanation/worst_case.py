@@ -76,6 +76,9 @@ def _visit(nodes: Iterable[Node], times: int, varying: frozenset[str], found: Re
 
 def _known(expression: Expression, inputs: Mapping[str, Json], budget: WorkBudget) -> Json:
     """Return the value of an expression over the inputs; None if it is not known."""
+    match expression:
+        case {"var": str(name), **others} if not others and name in inputs:
+            return inputs[name]  # without a copy: the value may be large
     try:
         if not variables(expression) <= inputs.keys():
             return None

@@ -357,7 +357,7 @@ def test_mask_allows_exactly_the_language(constraints: ConstraintCompiler) -> No
     assert (state.forced, state.is_satisfied, state.is_complete) == ([ord("a")], True, False)
     allowed = {i for i in range(len(state.mask) * 8) if state.mask[i >> 3] >> (i & 7) & 1}
     assert allowed == {ord("b"), ord("c"), *byte_tokenizer.EOS_IDS}
-    assert state.outcome(is_cut=False) == "met"
+    assert state.outcome == "met"
     without = state.mask_without(byte_tokenizer.EOS_IDS)
     assert {i for i in range(len(without) * 8) if without[i >> 3] >> (i & 7) & 1} == {98, 99}
     assert state.mask_without([*allowed, 10_000]) == state.mask
@@ -372,6 +372,9 @@ def test_dead_end_of_a_grammar_is_an_error() -> None:
             return False
 
         is_accepting = is_stopped = is_error
+
+        def rollback(self, num_tokens: int, /) -> bool:
+            return True
 
         def compute_ff_tokens(self) -> list[int]:
             return []
@@ -418,6 +421,9 @@ class FakeMatcher:
 
     def consume_tokens(self, sampled_tokens: list[int], /) -> bool:
         assert not self._lexer.lock.locked(), "two threads use the lexer"
+        return True
+
+    def rollback(self, num_tokens: int, /) -> bool:
         return True
 
     def compute_ff_tokens(self) -> list[int]:

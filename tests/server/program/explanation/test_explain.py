@@ -105,6 +105,17 @@ def test_the_worst_case_counts_repetitions(node: dict[str, Any], calls: int) -> 
     assert (worst.calls, worst.output_tokens) == (calls, calls * 10)
 
 
+def test_lists_of_the_submission_are_read_without_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worst_case, "MAX_STEPS", 1)
+    maps = [
+        {"id": f"m{i}", "op": "map", "items": "xs", "as": "i", "body": [generate(f"n{i}", "x")]}
+        for i in range(20)
+    ]
+    assert explained(maps, [], xs=[{"key": "value"}] * 100).worst_case.calls == 20 * 100
+
+
 def test_lists_are_evaluated_once_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated: list[Any] = []
     steps = 0
