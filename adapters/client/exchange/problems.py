@@ -66,7 +66,7 @@ class ProblemBody(msgspec.Struct, frozen=True):
     variable_status: str | None = None
     """Set if the requested variable has ended without a value."""
     error: OpenAIErrorBody | None = None
-    """Instead of the other fields, on the routes of OpenAI's API."""
+    """On the routes of OpenAI's API, this field replaces all others."""
 
 
 _CLASSES: Final[Mapping[int, type[ConureError]]] = {
@@ -79,7 +79,7 @@ _CLASSES: Final[Mapping[int, type[ConureError]]] = {
     429: UnavailableError,
     503: UnavailableError,
 }
-"""By the status of the reply."""
+"""The class of the error for each status of a reply."""
 
 
 def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
@@ -93,7 +93,7 @@ def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
 
 def failure_of(problem: Problem) -> ConureError:
     """Return the error that a problem in an event or a status describes."""
-    # A problem without a reply is a failure of the run.
+    # An event or a status contains no HTTP status; its problem is a failure of the run.
     error_class = _error_class(RunError.status, problem.code)
     return error_class(problem.code, problem.message or problem.code)
 
@@ -115,7 +115,7 @@ def error_of(reply: Reply) -> ConureError:
 
 
 def problem_of(reply: Reply) -> ProblemBody:
-    """Return the problem+json body of a reply; an empty one if the body is something else."""
+    """Return the problem+json or OpenAI error in a body; an empty problem if there is neither."""
     try:
         body = decode_record(reply.body, ProblemBody)
     except msgspec.DecodeError:
