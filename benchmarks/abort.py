@@ -1,14 +1,14 @@
 """Time from a decision to the abort frame for the losing call of a race, on a busy server.
 
 A race consists of a long call and a client step; the client's answer decides it. Other programs run
-at the same time to keep the event loop busy. The clock runs from the commit of the winner's value
-in memory to the end of the write of the abort frame. (A running engine step is not included,
-because the engine reads frames between steps.)
+at the same time to keep the event loop busy. The measured time begins before the winner's value is
+committed in memory, and ends after the abort frame is written. (A running engine step is not
+included, because the engine reads frames between steps.)
 
     python benchmarks/abort.py [--races N] [--beside N]
 
-The processor time of the event loop's thread is reported as well: unlike the time that passes, it
-does not contain the turns of other processes on a busy machine.
+The processor time of the event loop's thread is reported as well: unlike the elapsed time, it
+excludes the time in which other processes run.
 
 The benchmark runs in one process with the server, on the fake engine at 5 ms per step.
 """
@@ -46,14 +46,14 @@ class AbortTimer:
         self.took_s: list[float] = []
         self.processor_s: list[float] = []
         self._decided: dict[str, tuple[float, float]] = {}
-        commit, flush = NodeContext.publish, EngineConnection._flush
+        publish, flush = NodeContext.publish, EngineConnection._flush
 
-        def decide(context: NodeContext, variable: str, *rest: Any, **named: Any) -> Any:
+        def timed_publish(context: NodeContext, variable: str, *rest: Any, **named: Any) -> Any:
             if variable == "fast":
                 self._decided[context.state.id] = (time.perf_counter(), time.thread_time())
-            return commit(context, variable, *rest, **named)
+            return publish(context, variable, *rest, **named)
 
-        def leave(engine: EngineConnection) -> None:
+        def timed_flush(engine: EngineConnection) -> None:
             num_aborts = sum(isinstance(each, protocol.Abort) for each in engine._outgoing)
             flush(engine)
             now, processor_now = time.perf_counter(), time.thread_time()
@@ -62,8 +62,8 @@ class AbortTimer:
                 self.took_s.append(now - at_s)
                 self.processor_s.append(processor_now - processor_at_s)
 
-        setattr(NodeContext, "publish", decide)  # noqa: B010 - mypy forbids the plain one
-        setattr(EngineConnection, "_flush", leave)  # noqa: B010
+        setattr(NodeContext, "publish", timed_publish)  # noqa: B010 - mypy forbids an assignment
+        setattr(EngineConnection, "_flush", timed_flush)  # noqa: B010
 
 
 def _say(name: str, text: str, num_tokens: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def main() -> int:
     """Print the figures; return 0 if the 99th percentile meets its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--races", type=int, default=300, help="at least 2 (300)")
-    parser.add_argument("--beside", type=int, default=4, help="programs of 16 calls at a time")
+    parser.add_argument("--beside", type=int, default=4, help="programs of 16 calls each")
     arguments = parser.parse_args()
     if arguments.races < 2:
         parser.error("--races must be at least 2")
@@ -161,7 +161,7 @@ def main() -> int:
     )
     processor_ms = [1e3 * s for s in watch.processor_s]
     print(
-        f"of it processor time of the event loop: median {statistics.median(processor_ms):.2f} ms, "
+        f"of this, processor time of the loop: median {statistics.median(processor_ms):.2f} ms, "
         f"p99 {statistics.quantiles(processor_ms, n=100)[98]:.2f}, max {max(processor_ms):.2f}"
     )
     return int(p99 > TARGET_MS)

@@ -1,4 +1,4 @@
-"""The first contact with a GPU, in stages that end within ten minutes each.
+"""Tests and measurements on a GPU, in stages of at most ten minutes each.
 
     python benchmarks/first_gpu.py smoke tests micro decode --out FOLDER
     python benchmarks/first_gpu.py grid --out FOLDER
@@ -8,9 +8,9 @@
 
     smoke    are results right: kernels, operations, sampling, a small model
     tests    the tests for a GPU
-    micro    ceilings of the device, and each part of a decode step by itself
+    micro    limits of the device, and each part of a decode step by itself
     decode   decode and prefill steps of Llama 3 8B, compared with the lower bound
-    grid     attention over trees, with all contenders that are installed
+    grid     attention over trees, by each implementation that is installed
     ours     the engine on requests with and without shared prefixes
     vllm     vLLM on the same requests
     programs `conure serve` on six workloads, as whole programs and request by request
@@ -18,15 +18,16 @@
 
 Each stage is a separate process with a time limit. It writes `STAGE.json` after each row, so a
 stage that is stopped leaves what it has measured; `first_gpu.md` shows all stages in the folder,
-and `first_gpu.log` what they printed. Pieces that `gpu/pack/pack.sh` collected are unpacked first,
-on Python 3.12.
+and `first_gpu.log` what they printed. On Python 3.12, the files that `gpu/pack/pack.sh` collected
+are unpacked first.
 
 `--rehearse` runs the same code on a fake device that computes nothing (`engine.testing.fake_cuda`).
-With `--compile`, Triton compiles each kernel, which fills the cache that travels. `vllm` is
-rehearsed on a CPU, where it is installed, and `programs` with engines that sleep. `--tiny` uses
-small shapes. `--cpu` runs `ours`, `vllm` and `programs` on this CPU: real figures of a small model.
+With `--compile`, Triton also compiles each kernel; `pack.sh` collects the results. If vLLM is
+installed, `vllm` is rehearsed on a CPU. `programs` is rehearsed with engines that sleep. `--tiny`
+uses small shapes. `--cpu` runs `ours`, `vllm` and `programs` on this CPU: real figures of a small
+model.
 
-`--begin-when FILE` lets `vllm` compile its model in the background; it serves once FILE exists.
+With `--begin-when FILE`, `vllm` prepares its engine at once, and serves requests once FILE exists.
 
 The exit status is 1 if a row failed or a stage did not end.
 """
@@ -53,7 +54,7 @@ from gpu.record import StageRecord, StageStoppedError
 
 ROOT: Final = Path(__file__).parents[1]
 MARGIN: Final = 0.85
-"""Part of a stage's time in which rows may start."""
+"""Rows start only within this fraction of a stage's time limit."""
 LIBRARIES: Final = ("torch", "triton", "transformers", "numpy", "flashinfer-python")
 
 
@@ -136,7 +137,7 @@ def start(stage: Stage, options: argparse.Namespace) -> bool:
 
 
 def _place(options: argparse.Namespace) -> Path | None:
-    """Return where pieces are unpacked; None if this Python or a CPU has no use for them."""
+    """Return where files of `pack.sh` are unpacked; None on a CPU or another version of Python."""
     fits = sys.version_info[:2] == packed.PYTHON and not options.cpu
     return packed.place() if fits else None
 
@@ -146,7 +147,7 @@ def _finish(stage: Stage, folder: Path, ending: str, code: int) -> None:
     path = folder / f"{stage.name}.json"
     if path.is_file():
         record = json.loads(path.read_text("utf-8"))
-    else:  # it ended before its first row
+    else:  # the stage ended before its first row
         record = {"stage": stage.name, "device": "unknown", "versions": {}, "rows": []}
         record |= {"failed": {}, "left_out": [], "notes": []}
     if code:
@@ -173,7 +174,7 @@ def run_stage(options: argparse.Namespace) -> int:
 
 
 def _run(record: StageRecord, options: argparse.Namespace) -> None:
-    """Run the stage on the device that torch reports."""
+    """Run the stage, and record the name of its device."""
     common = {"is_tiny": options.tiny}
     if options.run == "vllm":
         from gpu import vllm_side
@@ -228,7 +229,7 @@ def _run_kernels(record: StageRecord, device: Any, options: argparse.Namespace) 
 
         smoke.run(record, device, is_tiny=options.tiny)
         if options.rehearse:
-            record.note("not rehearsed: the small model, which needs numbers")
+            record.note("not rehearsed: the small model, because a fake device computes no numbers")
         else:
             smoke.run_model(record, device)
     elif options.run == "grid":
@@ -265,7 +266,7 @@ def _device(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Return the name of the device that vLLM uses; its process imports torch by itself."""
+    """Return the name of the GPU, or of this CPU in a rehearsal and with `--cpu`."""
     if options.rehearse or options.cpu:
         return f"CPU {platform.machine()}"
     import torch
@@ -285,17 +286,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure everything on a GPU, in stages.")
     parser.add_argument("stages", nargs="*", choices=[*STAGES, []], metavar="STAGE")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--limit-s", type=float, help="seconds of each stage (default: its own)")
-    parser.add_argument("--rounds", type=int, default=2, help="counted rounds of ours and vllm (2)")
+    parser.add_argument("--limit-s", type=float, help="time limit of each stage (default: its own)")
+    parser.add_argument("--rounds", type=int, default=2, help="counted rounds of requests (2)")
     parser.add_argument("--rehearse", action="store_true", help="use a fake device")
     parser.add_argument("--compile", action="store_true", help="compile kernels in a rehearsal")
-    parser.add_argument("--cpu", action="store_true", help="run ours and vllm on this CPU")
+    parser.add_argument("--cpu", action="store_true", help="run ours, vllm, programs on this CPU")
     parser.add_argument("--tiny", action="store_true", help="use small shapes")
     parser.add_argument("--packed", type=Path, default=ROOT, help="folder of what pack.sh made")
     parser.add_argument(
         "--rivals", nargs="+", default=[], metavar="NAME", help="contenders of a shorter grid"
     )
-    parser.add_argument("--begin-when", type=Path, help="let vllm wait for a file when it is ready")
+    parser.add_argument("--begin-when", type=Path, help="file that vllm waits for when it is ready")
     parser.add_argument("--run", choices=list(STAGES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.cpu and not set(options.stages or [options.run]) <= {"ours", "vllm", "programs"}:

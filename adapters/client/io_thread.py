@@ -1,8 +1,8 @@
 """An event loop in a separate thread, for requests that no caller waits for.
 
 `IOThread` belongs to one `Client`. Runs of accelerated chains send their requests and read their
-events there, so neither depends on the threads or event loops of the application, and a request
-that ends a run delays nothing.
+events in this thread, so that they do not depend on the threads or event loops of the application.
+The application does not wait for the request that ends a run.
 
 Invariants: the thread starts with the first task and does not keep the process alive. A process
 that is forked starts its own thread. Starting a task takes no lock: the garbage collector may end a
@@ -22,7 +22,7 @@ from typing import Any, Final
 from ..collection_watch import CollectionWatch
 
 EXIT_TIMEOUT_S: Final = 1.0
-"""How long the end of the process, or of the client, waits for the last requests."""
+"""Time that pending requests have when the process ends or the client is closed."""
 
 
 class IOThread:
@@ -30,18 +30,18 @@ class IOThread:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
-        """By process id: a forked process has its parent's worker without its thread."""
+        """Workers by process id. A forked process has its parent's worker, but not the thread."""
         self._is_closed = False
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the current thread is this one."""
+        """Whether the caller runs in the I/O thread."""
         worker = self._workers.get(os.getpid())
         return worker is not None and worker.thread is threading.current_thread()
 
     @property
     def is_in_collection(self) -> bool:
-        """Whether the garbage collector runs on the current thread, if this thread is running."""
+        """Whether the caller runs within a garbage collection; False if the thread does not run."""
         worker = self._workers.get(os.getpid())
         return worker is not None and worker.collection.is_here
 
@@ -63,7 +63,7 @@ class IOThread:
         if worker is new:
             worker.thread.start()
             weakref.finalize(self, worker.stop)
-            if self._is_closed:  # meanwhile, perhaps before `close` could see this worker
+            if self._is_closed:  # closed meanwhile: `close` may have missed this worker
                 self._workers.pop(worker.pid, None)
                 worker.stop()
                 raise RuntimeError("the client is closed")

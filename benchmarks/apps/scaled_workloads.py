@@ -1,4 +1,4 @@
-"""The six workloads, scaled down so that a small model on two cores takes seconds."""
+"""The six workloads of the paper, scaled down: a small model on two cores takes seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScheduledProgram(NamedTuple):
     plan: AppPlan
     at_s: float
     kind: str = "app"
-    """Results are averaged over programs of one kind."""
+    """Results are averaged separately for each kind."""
 
 
 def chain_summary(draw: random.Random) -> Iterator[ScheduledProgram]:
@@ -85,7 +85,7 @@ def workload(name: str, seed: int) -> list[ScheduledProgram]:
 
 
 def at_once(name: str, seed: int, number: int) -> list[ScheduledProgram]:
-    """Return a workload for several users at once. Each has other lengths and texts."""
+    """Return a workload for several users at once, with random lengths and texts for each."""
     return [
         sent._replace(plan=sent.plan.copy(user))
         for user in range(number)

@@ -1,9 +1,9 @@
 """Host cost of a step: the plan and the GPU work table of 256 requests.
 
-`from scratch` reads all tables, finds the prefix tree and lays out the work of a GPU. `next step`
-is the step after it, in which each request has one more token; most decode steps are such steps.
-In `one leaves, one joins` a request also leaves, and another one with the same prefix and a
-private prompt joins. RequestTables are arrays, as in the engine. No device is used.
+`from scratch` reads all tables, finds the prefix tree and lays out the work of a GPU. In `next
+step`, each request has one token more than in the step before, as in most decode steps. In `one
+leaves, one joins`, one request is also replaced by another with the same prefix and a private
+prompt. Block tables are arrays, as in the engine. No device is used.
 """
 
 from __future__ import annotations

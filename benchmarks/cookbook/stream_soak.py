@@ -1,16 +1,16 @@
-"""Thousands of streamed calls, and what they leave behind.
+"""Stream thousands of calls, and check that all their resources are released.
 
     cd benchmarks; python -m cookbook.stream_soak [--calls N] [--out FILE]
 
 LangChain, LlamaIndex and the `openai` package stream answers from one `conure serve --engine fake`,
 with blocking calls and with coroutines, plain and (LangChain, LlamaIndex) accelerated. Every tenth
-stream is left after its first piece. Afterwards, with all clients closed, nothing may be left: no
-socket, thread or task of this process, no open program and no socket of the server. Between the
-first half and the end, the number of Python objects may grow by 2,000, since caches fill, or by
-less than one per call.
+stream is closed after its first piece. Afterwards, with all clients closed, this process must have
+as many sockets, threads and tasks as before, and the server as many sockets and open programs.
+During the second half of the calls, the number of Python objects may grow by fewer than 2,000,
+since caches fill, or by fewer than one per call, whichever is more.
 
-The exit code is 1 if something is left. Memory of both processes is reported, not judged: an
-allocator keeps freed memory.
+The exit code is 1 if one of these checks fails. Memory of both processes is reported but not
+checked, because an allocator keeps freed memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from conure.adapters.client import Client
 from temporary_server import TemporaryServer, started
 
 SETTLE_S = 30.0
-"""The end of a stream that was left reaches the server a little later."""
+"""Time limit for the release. The server learns with a delay that a client closed a stream."""
 WIDTH = 8
 """Streams at the same time, with coroutines."""
 LEFT_EVERY = 10
@@ -208,7 +208,7 @@ def settled(is_settled: Callable[[], bool]) -> bool:
 
 
 def run(server: TemporaryServer, num_calls: int) -> dict[str, Any]:
-    """Stream, and return what was held before and after, and the memory in between."""
+    """Stream; return what was held before and after, and the memory halfway and at the end."""
     watcher = Client(server.url)
     watcher.models()
     before = held(server, watcher, 0)
@@ -231,7 +231,7 @@ def run(server: TemporaryServer, num_calls: int) -> dict[str, Any]:
     took_s = time.perf_counter() - start
     end = memory(server)
     loop.run_until_complete(clients.aclose())
-    # Closes generators that libraries left to the garbage collector, as the loop would soon.
+    # Libraries leave generators to the garbage collector. A loop that continued would close them.
     loop.run_until_complete(loop.shutdown_asyncgens())
     num_tasks = len(asyncio.all_tasks(loop))
     loop.close()
@@ -239,7 +239,7 @@ def run(server: TemporaryServer, num_calls: int) -> dict[str, Any]:
     is_clean = settled(lambda: held(server, watcher, num_tasks) == before)
     after = held(server, watcher, num_tasks)
     watcher.close()
-    num_halves = ways * (each - each // 2)
+    num_second_half = ways * (each - each // 2)
     return {
         "calls": ways * each,
         "seconds": round(took_s, 1),
@@ -247,13 +247,13 @@ def run(server: TemporaryServer, num_calls: int) -> dict[str, Any]:
         "after": after._asdict(),
         "memory_halfway": halfway._asdict(),
         "memory_at_the_end": end._asdict(),
-        "objects_per_call": round((end.objects - halfway.objects) / num_halves, 3),
-        "is_clean": is_clean and end.objects - halfway.objects < max(2_000, num_halves),
+        "objects_per_call": round((end.objects - halfway.objects) / num_second_half, 3),
+        "is_clean": is_clean and end.objects - halfway.objects < max(2_000, num_second_half),
     }
 
 
 def main() -> int:
-    """Print the figures; return 1 if something is left."""
+    """Print the figures; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--out", type=Path)

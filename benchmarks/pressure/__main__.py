@@ -1,9 +1,10 @@
-"""Tables: random mixes by the margin of holds, and the best order that was found.
+"""Print tables: random mixes by hold margin, and the best order that a search found.
 
     python -m pressure mixes [--mixes N] [--first SEED]
     python -m pressure best WORKLOAD --blocks N [--seeds N] [--trials N]
 
-To be run in `benchmarks`. `--cost` has the seconds per prompt token, step and row of a step.
+Run it in `benchmarks`. A hold margin is a value of `policy.HOLD_MARGIN`. `--cost` takes the seconds
+per prompt token, per step and per row of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MARGINS = (1.0, 1.5, 2.0, 3.0, 4.0, math.inf)
 
 
 def mixes(cost: LinearCosts, seeds: Sequence[int]) -> None:
-    """Print a line for each margin of holds."""
+    """Print a line for each hold margin and pool."""
     found: dict[tuple[float, int], list[Gain]] = {}
     for seed in seeds:
         sent = random_mix(seed)
@@ -48,8 +49,8 @@ def _mean(ratios: Sequence[float]) -> float:
 
 
 def best(name: str, machine: SimulatedMachine, num_seeds: int, num_trials: int) -> None:
-    """Print what requests, our policy and the best order take, and what no order can beat."""
-    print("| seed | requests | whole | ratio | best found | ratio | no less than | p99 of each |")
+    """Print the times of requests, our policy and the best order found, and a lower bound."""
+    print("| seed | requests | whole | ratio | best found | ratio | lower bound | max of each |")
     print("|--:|--:|--:|--:|--:|--:|--:|---|")
     for seed in range(1, num_seeds + 1):
         sent = workload(name, seed)

@@ -28,7 +28,7 @@ from ..protocol import EngineError
 MAX_CHARACTERS: Final = 2 * 1024 * 1024
 """Most characters of a constraint's JSON."""
 MAX_STATES: Final = 20_000
-"""Lexer states that all outputs of one compiled grammar may create; about 1.2 kB each."""
+"""Most lexer states that the outputs of one compiled grammar create in total; about 1.2 kB each."""
 _MAX_MESSAGE: Final = 300
 _NO_NEXT_TOKEN: Final = "NoExtensionBias"
 """The compiler's error if no token can follow."""

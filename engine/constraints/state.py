@@ -24,7 +24,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 from ..protocol import EngineError
 
 SLOW_S: Final = 0.01
-"""CPU time of one advance from which on a grammar is advanced in a thread."""
+"""A grammar is advanced in a thread once one advance has taken more CPU time than this."""
 BUDGET_S: Final = 2.0
 """CPU time that the slow advances of an output may take in total."""
 
@@ -32,7 +32,7 @@ ConstraintOutcome: TypeAlias = Literal["none", "met", "relaxed", "cut", "broken"
 
 
 class Matcher(Protocol):
-    """The part of `llguidance.LLMatcher` that is needed here. An engine can do without it."""
+    """The methods of `llguidance.LLMatcher` that are used here. That library is optional."""
 
     def is_error(self) -> bool: ...
     def get_error(self) -> str: ...
@@ -49,16 +49,18 @@ class SharedLexer:
     """The lexer of one compiled grammar. It is locked while one of the outputs uses it."""
 
     num_jobs: int = 0
-    """Outputs that the advance thread uses or is about to use the lexer for. Until they are done,
-    the other outputs of the grammar are advanced in that thread, too: the step loop would wait for
-    the lock."""
+    """Number of outputs for which the advance thread uses the lexer, or is about to use it.
+
+    Until it is 0, the other outputs of the grammar are advanced in that thread, too. Otherwise the
+    step loop would wait for the lock.
+    """
 
 
 class ConstraintState:
     """What one output may contain next."""
 
     def __init__(self, source: str, key: bytes, eos_ids: Sequence[int], max_tokens: int) -> None:
-        """Start busy; `start` follows when the grammar is compiled.
+        """Create a busy state. The compiler calls `start` once the grammar is compiled.
 
         Args:
             source: The constraint in llguidance's JSON form.
@@ -71,7 +73,7 @@ class ConstraintState:
         self.is_busy = True
         """A worker thread owns the state. The fields below are not valid."""
         self.is_released = False
-        """The output has ended: what worker threads still have to do for it is dropped."""
+        """The output has ended. Worker threads skip the jobs that they still have for it."""
         self.is_relaxed = False
         """The grammar allows more than the schema it was compiled from."""
         self.compiled_source = source
@@ -85,13 +87,13 @@ class ConstraintState:
         self.error: EngineError | None = None
         """Set if the output cannot continue. It fails with this error."""
         self.is_valid: bool | None = None
-        """Of a relaxed constraint: whether the whole text matches the schema, once validated."""
+        """Of a relaxed constraint: whether the text matches the schema; None until validated."""
         self.is_slow = False
         self.is_exhausted = False
         """The matcher failed, possibly because of other outputs: all outputs of one compiled
         grammar share its lexer and the lexer's limits. `restart` may follow."""
         self.lexer = SharedLexer()
-        """Replaced by that of the compiled grammar."""
+        """A stand-in until the grammar is compiled; then the lexer of the compiled grammar."""
         self._matcher: Matcher | None = None
         self._tokens: list[int] = []
         self._eos_ids = eos_ids
@@ -118,7 +120,7 @@ class ConstraintState:
         self._advance([])
 
     def restart(self, matcher: Matcher) -> bool:
-        """Consume all tokens so far with another copy. Return False if it fails, too."""
+        """Consume all tokens so far with another copy of the grammar. Return False if it fails."""
         self._matcher = matcher
         self.is_exhausted = False
         self.error = None
@@ -159,7 +161,7 @@ class ConstraintState:
             self._charge(time.thread_time() - start)
 
     def _consume_and_check(self, tokens: list[int]) -> bool:
-        """Consume tokens, and set the error if nothing can follow. Return False if they fail."""
+        """Consume tokens, and set the error if nothing can follow. Return False if this fails."""
         matcher = self._consume(tokens)
         is_error = matcher.is_error()
         if is_error:
@@ -190,7 +192,7 @@ class ConstraintState:
         self.is_complete = matcher.is_stopped()
         if not self.is_complete and len(self._tokens) < self._max_tokens:
             self.mask = matcher.compute_bitmask()
-            # Some languages end without a stop: only EOS is allowed.
+            # The matcher does not stop at the end of some languages; it allows only EOS there.
             rest = _clear_bits(self.mask, self._eos_ids) if self.is_satisfied else self.mask
             self.is_complete = not rest.strip(b"\0")
         return matcher
@@ -198,7 +200,7 @@ class ConstraintState:
     def _charge(self, seconds: float) -> None:
         """Charge the CPU time of a slow advance to the budget."""
         if seconds <= SLOW_S:
-            # Uncharged: the budget would limit the length of outputs with one slow advance.
+            # Not charged. Otherwise the fast advances of a long output would exceed the budget.
             return
         self.is_slow = True
         self._used_s += seconds

@@ -9,12 +9,12 @@ Blocks of live contexts are in the tree as soon as they are *scheduled* to be co
 that contexts that arrive together with the same prefix compute it once, even within one step
 (RadixAttention, arXiv 2312.07104, inserts after a request has finished).
 
-Out of scope: reference counts. The caller sets `is_retained` and `is_expected`, of nodes that are
-not cached.
+Out of scope: reference counts. The caller sets `is_retained` and `is_expected`, and only while a
+node is not cached.
 
 Invariants, if callers acquire whole paths: ancestors of a retained node are retained, those of an
-expected node are expected, and a node without readers has no child with readers. So the cached node
-that is evicted next is always a leaf.
+expected node are expected, and if no context refers to a node, none refers to its children. So each
+cached node is a leaf, or becomes one by the eviction of other cached nodes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RadixNode:
     salt: str
     children: dict[Key, RadixNode] = field(default_factory=dict)
     is_retained: bool = False
-    """The block becomes cached, not free, when its last reader releases it."""
+    """The block becomes cached, not free, when the last context releases it."""
     is_expected: bool = False
-    """Later readers are expected: evicted after all nodes without expected readers."""
+    """Later contexts are expected to share the block. Nodes without this mark are evicted first."""
     is_cached: bool = False
     """No context refers to the block."""
     last_use: int = 0
@@ -102,7 +102,7 @@ class RadixTree:
     def evict(self) -> int | None:
         """Remove the least recently used cached leaf. Return its block, or None.
 
-        Leaves without expected readers are removed first.
+        Leaves that are not `is_expected` are removed first.
         """
         while self._leaves:
             entry = heapq.heappop(self._leaves)

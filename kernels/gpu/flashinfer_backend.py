@@ -1,11 +1,11 @@
 """Paged attention of FlashInfer, with the Triton kernels for everything that it does not support.
 
-FlashInfer reads the whole context of each row and shares nothing, so this implementation is a
-comparison that shows the gain of sharing, and an alternative where nothing is shared. Its wrapper
-is planned once for each plan and kind of layer.
+FlashInfer reads the whole context of each row and shares nothing. A comparison with it shows the
+gain of sharing; it is also an alternative where contexts share nothing. A wrapper of FlashInfer is
+planned once for each plan and kind of layer.
 
-Out of scope: recorded steps. FlashInfer's plan would have to be part of a recording, so the engine
-uses `triton`.
+Out of scope: recorded steps. A recording would have to contain FlashInfer's plan. The engine
+therefore uses the implementation `triton`.
 
 Supports FlashInfer 0.6, its FA2 kernels.
 
@@ -32,7 +32,7 @@ DIMS: Final = (64, 128, 256)
 
 
 class _LayerKind(NamedTuple):
-    """What a wrapper is planned for, besides the plan."""
+    """The properties of a layer for which a wrapper is planned, besides the plan of the step."""
 
     heads: int
     kv_heads: int
@@ -57,7 +57,7 @@ class FlashInferKernels:
             from .launcher import TritonKernels
 
             fallback = TritonKernels(AttentionTuning())
-        self._fallback: Final[Any] = fallback  # the protocol is in `ops`, which imports this
+        self._fallback: Final[Any] = fallback  # its protocol is in `ops`, which imports this module
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[_LayerKind, tuple[Plan, Any]] = {}
 
@@ -151,7 +151,7 @@ class FlashInferKernels:
                 plan.block_size,
                 causal=True,
                 sm_scale=kind.scale,
-                # Its window does not count the query's own position.
+                # FlashInfer's window does not count the query's own position.
                 window_left=-1 if kind.window is None else kind.window - 1,
                 logits_soft_cap=kind.softcap,
                 q_data_type=kind.dtype,

@@ -63,7 +63,7 @@ def store_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     is_slot = (slot >= 0) & (slot < num_slots)
-    # In some layouts a head is a separate matrix of all slots.
+    # In some layouts heads are a whole matrix of slots apart, so offsets of heads need 64 bits.
     heads = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)
     dims = tl.arange(0, DIM_PAD)[None, :]
     mask = is_slot & (heads < KV_HEADS) & (dims < DIM)
@@ -77,7 +77,7 @@ def store_kv_kernel(
     tl.store(value_cache + at, new.to(value_cache.dtype.element_ty), mask=mask)
 
 
-# Otherwise copies of one pair, of sixteen and of seventeen would be compiled while serving.
+# Otherwise Triton would compile variants for 1, for multiples of 16 and for others while serving.
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def move_blocks_kernel(
     addresses: tl.tensor,
@@ -100,12 +100,12 @@ def move_blocks_kernel(
         addresses: [caches] int64 address of each cache, a multiple of 16; blocks are
             contiguous.
         scratch: [caches, C, size] int32.
-        source: [C] int64 blocks. A pair outside the caches is skipped.
+        source: [C] int64 blocks. A pair is skipped if one of its blocks is outside the caches.
         destination: [C] int64 blocks.
         num_pairs: C.
         num_blocks: Blocks of each cache.
         size: int32 words of a block.
-        TO_SCRATCH: Whether blocks are copied to scratch memory, or from it.
+        TO_SCRATCH: True to copy blocks to scratch memory, False to copy them from it.
         TILE: Words per program.
     """
     pair = tl.program_id(0)

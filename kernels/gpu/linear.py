@@ -1,9 +1,9 @@
-"""The product of one input with a weight matrix, which is bound by reading the weight.
+"""The product of one input with a weight matrix. Reading the weight takes most of its time.
 
-A program computes some outputs. Its threads read the same columns of each of these rows of the
-weight, 16 bytes at a time, and hold one sum per row; the sums of threads are added at the end.
-On an H200 it takes 0.80 to 0.96 of the time of cuBLAS, whose tiles are made for 64 inputs. With two
-inputs or more cuBLAS is faster.
+A program computes a few outputs, each from one row of the weight. A thread reads the same columns
+of each of these rows, 16 bytes at a time, and holds one sum per row. The sums of all threads are
+added at the end. On an H200 the kernel takes 0.80 to 0.96 of the time of cuBLAS, whose tiles are
+made for 64 inputs. With two inputs or more cuBLAS is faster.
 
 Shapes: T inputs - N outputs - K columns of the weight.
 """
@@ -21,10 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 STEP: Final = 1024
-"""Columns that a program reads at once: 8 of each thread."""
+"""Columns that a program reads at once: 8 per thread."""
 WARPS: Final = 4
 LONG_ROW: Final = 8192
-"""Columns above which a program computes 4 outputs, and not 2: its threads have few sums to add."""
+"""For rows with more columns than this, a program computes 4 outputs instead of 2.
+
+In a long row, adding the sums of the threads is a small part of the work.
+"""
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,7 +116,7 @@ def linear_kernel(
     """
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row = rows < num_outputs
-    # The last dimension is what a thread loads at once, so that no sum in the loop crosses threads.
+    # A thread loads the whole last dimension, so sums in the loop need no other threads.
     columns = tl.arange(0, STEP // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     at = weight + rows.to(tl.int64)[:, None, None] * COLUMNS + columns[None, :, :]
     total = tl.zeros([OUTPUTS, STEP // 8], tl.float32)

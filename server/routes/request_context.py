@@ -1,8 +1,9 @@
 """Access to a request's body, tenant and service, and waiting that ends with the connection.
 
 Invariants: a wait in `while_connected` ends when its client disconnects or the server drains. An
-append and a PUT that wait for their program do not use it: an interrupted one would leave open
-whether it was applied. The generator of a stream is always closed by the task that ran it.
+append and a PUT that wait for their program do not use it: if they were interrupted, the client
+would not know whether they were applied. The generator of a stream is always closed by the task
+that ran it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AnyRequest = Request[Any, Any, Any]
 EVENT_STREAM = "text/event-stream"
 
 MAX_INLINE_BYTES = 65_536
-"""Bytes of a body that is decoded on the event loop."""
+"""Size of the largest body that is decoded on the event loop."""
 
 TENANT = "local"
 """The tenant of all requests, as long as there are no API keys."""

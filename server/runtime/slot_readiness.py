@@ -5,9 +5,9 @@ A slot is ready when all variables it reads are resolved, the slot before it is 
 
 Out of scope: what resolves a variable or ends a node; `ProgramState` calls the matching method.
 
-Invariants: a slot is reported at most once (unless it was blocked in between), and only after
-`start`. The nodes of a body wait until the body is entered. From then on, the exit slot of the
-node around the body waits for their end.
+Invariants: a slot is reported (returned as `Ready`) at most once, unless it was blocked in between,
+and only after `start`. The nodes of a body wait until the body is entered. From then on, the exit
+slot of the node around the body waits for their end.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SlotReadiness:
         self._quorums: dict[SlotKey, int | None] = {}
         """How many values the second slot of a `wait` node needs, for modes other than `all`.
 
-        The slot waits for one thing: that enough variables have values or too many are missing.
-        Then the quorum is decided, and None.
+        The quorum counts as one thing that the slot waits for. It is decided, and becomes None,
+        when enough variables have values or too many are missing.
         """
         self._num_live_in: Counter[str] = Counter()
         """Nodes in entered bodies that have not ended, by the node around them."""
@@ -141,7 +141,7 @@ class SlotReadiness:
         return self._count_down(keys)
 
     def _decide_quorum(self, node_id: str, slot: int) -> bool:
-        """Decide a quorum if enough variables have a value, or enough are missing to rule that out.
+        """Decide a quorum if enough variables have values, or if too many are missing.
 
         Returns:
             Whether the quorum is decided.
@@ -179,7 +179,7 @@ class SlotReadiness:
         return [Ready(*key) for key in keys if not self._num_pending[key] and self._report(key)]
 
     def _report(self, key: SlotKey) -> bool:
-        """Record a ready slot as reported; return False if it was, is done, or is not demanded."""
+        """Record a ready slot as reported; return False if it must not be reported."""
         node_id, slot = key
         node_state = self._nodes[node_id]
         if not self._is_started or key in self._reported or node_state.has_ended:
@@ -201,7 +201,7 @@ class SlotReadiness:
         self._reported.discard((node_id, slot))
 
     def unblock(self, node_id: str, slot: int) -> list[Ready]:
-        """Remove one obstacle: a block, or the slot before it. Return the slot if it is ready."""
+        """Remove one block, or the wait for the slot before. Return the slot if it is ready."""
         return self._count_down([(node_id, slot)])
 
     # --- queries --------------------------------------------------------------------------
@@ -237,9 +237,9 @@ class SlotReadiness:
         )
 
     def demand_nodes(self, nodes: Iterable[str]) -> list[Ready]:
-        """Let nodes and their ancestors run under `start: demand`; return the slots now ready.
+        """Let nodes and all that they need run under `start: demand`; return the slots now ready.
 
-        The ancestors of a demanded node are demanded, so only other nodes are visited.
+        Nodes that a demanded node needs are demanded already, so they are not visited again.
         """
         assert self.demanded_nodes is not None
         graph = self._graph

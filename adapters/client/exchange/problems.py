@@ -49,10 +49,10 @@ class NotReadyError(ConureError, TimeoutError):
 
 
 class OpenAIErrorBody(msgspec.Struct, frozen=True):
-    """The error in a reply of OpenAI's API."""
+    """The error in a reply of OpenAI's API. Other servers send numbers as codes."""
 
-    message: str = ""
-    code: str | None = None
+    message: str | None = None
+    code: str | int | None = None
     param: str | None = None
 
 
@@ -65,8 +65,8 @@ class ProblemBody(msgspec.Struct, frozen=True):
     path: str | None = None
     variable_status: str | None = None
     """Set if the requested variable has ended without a value."""
-    error: OpenAIErrorBody | None = None
-    """Instead of the other fields, on the routes of OpenAI's API."""
+    error: OpenAIErrorBody | str | None = None
+    """On the routes of OpenAI's API, this field replaces all others."""
 
 
 _CLASSES: Final[Mapping[int, type[ConureError]]] = {
@@ -79,7 +79,7 @@ _CLASSES: Final[Mapping[int, type[ConureError]]] = {
     429: UnavailableError,
     503: UnavailableError,
 }
-"""By the status of the reply."""
+"""The class of the error for each status of a reply."""
 
 
 def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
@@ -93,7 +93,7 @@ def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
 
 def failure_of(problem: Problem) -> ConureError:
     """Return the error that a problem in an event or a status describes."""
-    # A problem without a reply is a failure of the run.
+    # An event or a status contains no HTTP status; its problem is a failure of the run.
     error_class = _error_class(RunError.status, problem.code)
     return error_class(problem.code, problem.message or problem.code)
 
@@ -115,7 +115,7 @@ def error_of(reply: Reply) -> ConureError:
 
 
 def problem_of(reply: Reply) -> ProblemBody:
-    """Return the problem+json body of a reply; an empty one if the body is something else."""
+    """Return the problem+json or OpenAI error in a body; an empty problem if there is neither."""
     try:
         body = decode_record(reply.body, ProblemBody)
     except msgspec.DecodeError:
@@ -123,7 +123,10 @@ def problem_of(reply: Reply) -> ProblemBody:
     if body.error is None or body.code:
         return body
     error = body.error
-    return ProblemBody(code=error.code or "", detail=error.message, path=error.param)
+    if isinstance(error, str):
+        return ProblemBody(detail=error)
+    code = error.code if isinstance(error.code, str) else ""
+    return ProblemBody(code=code, detail=error.message or "", path=error.param)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

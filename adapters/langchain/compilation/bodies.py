@@ -63,7 +63,7 @@ class BodyOutputs:
         return outside
 
     def build_merge(self) -> dict[str, list[str]]:
-        """Return the node's `merge`: the name in each body, by variable outside.
+        """Return the node's `merge`: for each variable outside, its name in each body.
 
         Call this once, before the bodies are built: an exported expression that is not a variable
         becomes a node of its body.

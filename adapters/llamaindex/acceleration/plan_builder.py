@@ -1,7 +1,7 @@
 """The calls of one part of an app, built as `LLM.predict` builds them.
 
-User code must not run on text that does not exist yet: a prompt that depends on a user's function
-is not planned.
+A plan contains placeholders for answers that do not exist yet. User code must not run on them, so a
+prompt that depends on a user's function is not planned.
 
 Invariant: a planned call is the call that the app makes, once the answers in its prompt are known.
 """
@@ -44,11 +44,10 @@ _LIBRARY_TEMPLATES = frozenset(
     for template in vars(chat_prompts).values()
     if isinstance(template, RichPromptTemplate)
 )
-"""Templates of LlamaIndex, whose code is known."""
-
+"""Texts of LlamaIndex's own RichPromptTemplates, which run no user code."""
 
 _UNRELATED_METHODS = re.compile(r"__\w+__|model_\w+|class_name")
-"""Methods of an LLM that do not change its calls; pydantic adds some to a subclass."""
+"""Names of methods that do not change the calls of an LLM. Pydantic adds some to subclasses."""
 
 
 class NotPlanned(Exception):  # noqa: N818 - not an error; the app runs as usual
@@ -100,7 +99,7 @@ class PlanBuilder:
             when: condition under which the call runs.
 
         Returns:
-            The planned call; None if inputs cannot express how its prompt depends on an answer.
+            The planned call; None if placeholders cannot express how its prompt depends on answers.
 
         Raises:
             NotPlanned: if the prompt depends on user code.
@@ -141,7 +140,7 @@ def _request_of_predict(
         output_cls: if given, return the call of `llm.structured_predict` with this class.
 
     Raises:
-        NotPlanned: if the call uses a tool for the class.
+        NotPlanned: if the answer would be a call of a tool.
     """
     kwargs: dict[str, Any] = {}
     if output_cls is not None:
@@ -160,7 +159,7 @@ def _request_of_predict(
 
 
 def check_llm(llm: Conure) -> None:
-    """Check that the calls of an LLM can be made from its requests alone.
+    """Check that nothing but the requests of an LLM determines its calls.
 
     Raises:
         NotPlanned: if a subclass overrides a method, or a rate limiter delays the calls.
@@ -186,7 +185,7 @@ def overridden_method(llm: Conure) -> str | None:
 def checked_template(
     llm: Conure, template: BasePromptTemplate, *, replaces_parser: bool = False
 ) -> BasePromptTemplate:
-    """Return the template that is used for this LLM, which runs no user code.
+    """Return the template that this LLM uses, once it is clear that it runs no user code.
 
     Args:
         llm: LLM of the call.
@@ -194,7 +193,7 @@ def checked_template(
         replaces_parser: the call does not use the output parser of the template.
 
     Raises:
-        NotPlanned: if rendering it runs user code, with the reason.
+        NotPlanned: if rendering the template runs user code; the message is the reason.
     """
     if isinstance(template, SelectorPromptTemplate):
         template = template.select(llm)

@@ -1,7 +1,8 @@
 """Prompts written as one text with `{{name}}` in it.
 
-`{{name}}` is a variable: the node's output where the name is the output's, an input otherwise.
-Without it the output is at the end. `{{{{` is a literal `{{`.
+`{{name}}` is a variable. The name of the node's output marks where the output is; any other name is
+an input. If the text does not contain the output's name, the output is at the end. `{{{{` is a
+literal `{{`.
 
 Out of scope: values. A value is never searched for placeholders.
 """
@@ -78,7 +79,10 @@ def split_placeholders(text: str) -> list[str | NamedPlaceholder]:
         literal.append(text[position:])
     end_literal()
     if len(parts) >= MAX_SEGMENTS:
-        raise ValueError(f"a text can have fewer than {MAX_SEGMENTS:,} parts")
+        raise ValueError(
+            f"the text has {len(parts):,} parts (placeholders and the texts between them); "
+            f"the maximum is {MAX_SEGMENTS - 1:,}"
+        )
     return parts
 
 
@@ -86,23 +90,23 @@ def parse_prompt(text: str, output: Output | UnsetType) -> TextPrompt:
     """Return the segments of a prompt that is one text.
 
     Raises:
-        ValueError: as `split_placeholders`, if there is no output, or if it occurs twice.
+        ValueError: as `split_placeholders`; also if there is no output, or `text` names it twice.
     """
     if output is UNSET:
         raise ValueError(
             "a `prompt` that is one text needs an `output`: the variable that the model writes"
         )
     parts = split_placeholders(text)
-    mine = NamedPlaceholder(output.variable)
-    if parts.count(mine) > 1:
-        raise ValueError(f"the output `{mine.name}` occurs {parts.count(mine)} times in `prompt`")
-    if mine not in parts:
-        parts.append(mine)
+    placeholder = NamedPlaceholder(output.variable)
+    if (count := parts.count(placeholder)) > 1:
+        raise ValueError(f"the output `{output.variable}` occurs {count} times in `prompt`")
+    if placeholder not in parts:
+        parts.append(placeholder)
     return TextPrompt(
         Segment(text=part)
         if isinstance(part, str)
         else _output_segment(output)
-        if part == mine
+        if part == placeholder
         else Segment(input=part.name)
         for part in parts
     )

@@ -2,8 +2,8 @@
 
 An instance appends an index to the names of its template: node `write` in item 3 of a map
 becomes `write.3`, in round 0 of a loop inside that item `write.3.0`. The template's item name is
-not a variable in an instance. It is replaced by an expression, `get` from the list, so that two
-maps over one list read the same prefix and share it.
+not a variable in an instance: an expression that gets the item from the list replaces it. So
+prompts of two maps over one list contain the same expressions, and share a prefix.
 
 Invariants: a name that `each` binds is neither replaced nor captured. A node and a variable may
 have the same name: an instance renames only the one that its template defines.
@@ -44,16 +44,16 @@ class Renaming:
             suffix: the suffix of these names in the instance.
             bound: expressions that replace the names of item, index and carried variables.
             jobs: new names of jobs.
-            keeps_seeds: whether given seeds stay the same instead of being derived from them.
+            keeps_seeds: whether given seeds stay unchanged; otherwise an instance derives its own.
         """
         self.suffix = suffix
         self.keeps_seeds = keeps_seeds
         self._jobs = jobs or {}
         self._names = names
         self._bases = names.nodes | names.variables
-        """Decisions and carried variables have the names of nodes and variables with a suffix."""
+        """Names to which a suffix is appended for the names of decisions and carried variables."""
         self._renamed: dict[str, str] = {}
-        """Names that were renamed already: nodes and slots of an instance share them."""
+        """New names by old name. Nodes and slots of an instance share the strings."""
         self._bound = bound
         self._reads = {name: variables(expression) for name, expression in bound.items()}
         self._captured: frozenset[str] = frozenset().union(*self._reads.values())
@@ -80,7 +80,7 @@ class Renaming:
         return f"{base}{self.suffix}.{rest}" if dot and base in self._bases else name
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
-        """Rename variables that are read, with bound names replaced by what they read."""
+        """Rename variables that are read; replace a bound name by what its expression reads."""
         if not names:
             return names
         renamed: set[str] = set()
@@ -124,7 +124,7 @@ class Renaming:
                 return {operator: self.expression(argument)}
 
     def _streaming(self, operator: str, name: str) -> Expression:
-        """Rename `partial` or `final`. A bound name is never a partial text: it is complete."""
+        """Rename `partial` or `final`. Only variables have partial text."""
         reference = self.reference(name)
         if isinstance(reference, str):
             return {operator: reference}
@@ -135,8 +135,8 @@ class Renaming:
         shadowed = frozenset(own)
         fresh = own
         if shadowed & self._captured or any("." in name for name in own):
-            # A replacement reads a variable with a name that `each` binds, or a name with a dot
-            # could equal a renamed variable: rename what `each` binds.
+            # Rename what `each` binds: a replacement reads a variable of the same name, or a name
+            # with a dot could equal that of a renamed variable.
             fresh = [f"{name}'" for name in own]
         bound = {name: it for name, it in self._bound.items() if name not in shadowed}
         bound |= {old: {"var": new} for old, new in zip(own, fresh, strict=True)}

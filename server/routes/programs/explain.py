@@ -39,8 +39,8 @@ Format = Annotated[
 async def explain_program(request: Request[Any, Any, Any], form: Format = "json") -> ASGIResponse:
     """Explain what a program would do, without running it.
 
-    The graph, task groups, shared prompt beginnings, the greatest number of calls and tokens, and
-    advice. The body is that of a submission, which is checked in the same way.
+    The explanation contains the graph, task groups, shared prompt beginnings, the greatest number
+    of calls and tokens, and advice. The body is a submission, and is checked like one.
     """
     received = await read_submission(request)
     with received.source_positions():

@@ -1,8 +1,8 @@
 """Endpoints of programs and their variables: submit, append, read, cancel, get and put.
 
-Reading a variable returns 200 with its value, 202 while it has none, and its error once it can no
-longer get one. A client that submits a program and accepts an event stream receives the program's
-events in the same response, so a short program needs no second request.
+Reading a variable returns 200 with its value, 202 while it has no value, and its error once it can
+no longer get a value. A client that submits a program and accepts an event stream receives the
+program's events in the same response, so a short program needs no second request.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Cursor = Annotated[
         name="cursor",
         ge=0,
         le=2**63 - 1,
-        description="`next` of the page before.",
+        description="The field `next` of the previous page.",
         schema_extra={"minimum": 0},  # Litestar omits a minimum of 0 if null is allowed.
     ),
 ]
@@ -171,7 +171,7 @@ async def cancel_program(request: Request[Any, Any, Any], program: FromPath[str]
 
 
 async def _status_response(request: Request[Any, Any, Any], program: str) -> ASGIResponse:
-    """Return the status of a program: a large one as a stream, whose parts are made as they are
+    """Return the status of a program. A large status is streamed: each part is encoded when it is
     sent.
     """
     parts = await service_of(request).status_parts(program, tenant=tenant_of(request))
@@ -182,7 +182,7 @@ async def _status_response(request: Request[Any, Any, Any], program: str) -> ASG
 
 
 async def _in_turns(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield parts, with a turn of the event loop for other requests after each."""
+    """Yield parts; after each, the event loop can serve other requests."""
     for part in parts:
         yield part
         await asyncio.sleep(0)

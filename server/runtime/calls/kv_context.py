@@ -23,7 +23,7 @@ from .aborted_outputs import AbortedOutputs
 from .prefix_registry import PrefixRegistry, RetainedContext, common_prefix_len
 
 MIN_SHARED_TOKENS = 16
-"""A prefix shorter than a block is cheaper to fill again than to retain."""
+"""Fewer new tokens than this, about a block, are cheaper to fill again than to retain."""
 
 
 class PromptPlan(NamedTuple):
@@ -59,11 +59,11 @@ class CallKVContext:
         self.num_constant = 0
         """Leading tokens that are text of the program."""
         self.num_generated_prefix = 0
-        """Tokens inherited from another context that a model had generated there."""
+        """Tokens inherited from another context in which a model generated them."""
         self.num_sent = 0
         """Tokens of the last fill, without the inherited ones."""
         self.num_refilled = 0
-        """Tokens of earlier slots that the last fill had to compute again."""
+        """Tokens of earlier slots that the last fork sent again; 0 once the usage contains them."""
         self._program = program
         self._node_state = node_state
         self._plan = plan
@@ -83,8 +83,8 @@ class CallKVContext:
         return self._registry.find_longest(self._plan.reads, ids)
 
     def boundary_positions(self) -> list[tuple[int, bool]]:
-        """Return the first slot's boundaries: tokens before each, and whether later programs are
-        expected to read these.
+        """Return the boundaries of the first slot: the number of tokens before each, and whether
+        later programs are expected to read these tokens.
         """
         all_expected = self._plan.expects_readers
         return [(cut, all_expected or cut <= self.num_constant) for cut in self._boundaries]
@@ -126,12 +126,12 @@ class CallKVContext:
     def _fork(self, engine: Engine, ids: list[int], prompt: list[int], listener: Listener) -> int:
         """Create the context, forked from the longest retained prefix.
 
-        Every prefix that pending calls will read is retained on the way.
+        Prefixes that are worth retaining for pending calls are first filled into other contexts.
         """
         tokens = ids + prompt
         self._registry.engines.add(engine.name)
         parent, parent_len = None, 0
-        # Prefixes whose last reader is this call are released here: fork first, free afterwards.
+        # This call is the last reader of the released prefixes: fork first, free them afterwards.
         released = self._registry.remove_reader(self._node_state.node.id)
         for retained in [*released, *self._registry.find(engine.name, self._plan.reads)]:
             shared = common_prefix_len(retained.ids, tokens)
@@ -213,7 +213,7 @@ class CallKVContext:
                 if retained.is_released:
                     engine.free(retained.context, len(ids), retained.num_expected)
             elif isinstance(report, protocol.Failed):
-                # No later call may fork from it. Calls that already did fail with it.
+                # No later call may fork from it. Calls that have forked from it also fail.
                 self._registry.discard(retained)
                 engine.free(retained.context)
 
@@ -223,7 +223,7 @@ class CallKVContext:
         if self._registry.retain(self._plan.hashes[boundary], retained):
             _set_next_use_now(engine, retained)
         else:
-            retained.is_released = True  # another engine retains it; here only this call needs it
+            retained.is_released = True  # retained on another engine; only this call uses this copy
         return retained.context
 
     # --- releasing ------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class CallKVContext:
         self.id = None
 
     def remove_reader(self) -> None:
-        """Release the prefixes that only this call was still to fork from."""
+        """Release the prefixes of which this call was the last pending reader."""
         for retained in self._registry.remove_reader(self._node_state.node.id):
             release(retained, self._services, self._node_state)
 

@@ -1,6 +1,6 @@
 """Executes `loop` and the `round` nodes that end each round.
 
-A round's results and whether another round follows are published at the end of the round.
+The end of a round publishes the round's results, and whether another round follows.
 
 Invariant: a round starts after all nodes of the previous round have ended.
 """
@@ -71,15 +71,15 @@ class LoopExecutor(NodeExecutor[LoopNode]):
             return None
         count = self.context.work.evaluate(node.count)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            message = f"`count` of {node.id} must be a number of rounds, got {count!r}"
+            message = f"`count` of {node.id} must be an integer of at least 0, got {count!r}"
             raise RunError("loop.count", message)
         return count
 
     def _may_end_early(self, loop: LoopNode) -> bool:
         """Return whether a loop may end before its last round.
 
-        `until` ends a loop, as do kills and unmet waits anywhere in the program. A program that is
-        open may still receive them.
+        `until` ends a loop. Kills and unmet waits anywhere in the program also do; an open program
+        may still receive such nodes.
         """
         if loop.until is not UNSET or self.state.is_open:
             return True
@@ -105,7 +105,7 @@ class LoopExecutor(NodeExecutor[LoopNode]):
 
     @classmethod
     def is_slot_complete(cls, state: ProgramState, node: LoopNode, slot: int) -> bool:
-        """Whether a slot has nothing left to do; the first one, once the last round has ended."""
+        """Whether a slot is done: ENTER once the last round has ended, other slots always."""
         if slot != ENTER:
             return True
         last = len(state.graph.body_nodes(node.id)) - 1
@@ -113,7 +113,7 @@ class LoopExecutor(NodeExecutor[LoopNode]):
 
 
 class RoundExecutor(NodeExecutor[RoundEndNode]):
-    """The ends of rounds: computes what is carried over, and starts the next round."""
+    """The `round` nodes of one program. Each ends a round, and starts the next one."""
 
     kind = RoundEndNode
 
@@ -194,7 +194,8 @@ def _exhausted(loop: LoopNode, num_rounds: int | None) -> str:
     message = f"loop {loop.id} has {num_rounds:,} rounds, and its `max_iter` is {loop.max_iter:,}"
     if loop.items is UNSET or num_rounds > MAX_ROUNDS:
         return message
-    return f"{message}; set it, or in a text write a slice such as `items[:{num_rounds}]`"
+    advice = f"raise `max_iter`, or in a program text write a slice such as `items[:{num_rounds}]`"
+    return f"{message}; {advice}"
 
 
 def _loop_of(state: ProgramState, node: RoundEndNode) -> tuple[LoopNode, int]:
@@ -222,7 +223,7 @@ def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
 def _num_added(state: ProgramState, node: LoopNode, history: ExpansionHistory) -> int:
     """Return the number of rounds that were added.
 
-    The decisions do not say this: the program may have had no room for what was decided.
+    This can be less than the decided number: a round is not added if the graph would be too large.
     """
     return history.num_added[node.id] // (template_of(state, node).num_nodes + 1)
 

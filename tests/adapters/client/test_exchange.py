@@ -299,6 +299,15 @@ def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
     assert "<" not in error.message
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"error": {"message": "no model x", "code": 404}}', b'{"error": "no model x"}']
+)
+def test_the_message_of_a_foreign_error_is_kept(body: bytes) -> None:
+    error = error_of(Reply(404, {}, body))
+    assert error.code == "http.404"
+    assert "no model x" in error.message
+
+
 def test_a_foreign_error_names_address_software_and_message() -> None:
     headers = {"content-type": "application/json; charset=utf-8", "server": "uvicorn"}
     url = "http://there:1/v1/programs"

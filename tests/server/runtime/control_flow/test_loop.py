@@ -132,8 +132,8 @@ async def test_loop_with_many_items_may_end_early(tmp_path: Path) -> None:
         ({"count": 1_500}, "loop l has 1,500 rounds, and its `max_iter` is 2"),
         (
             {"items": {"range": [1_500]}},
-            "loop l has 1,500 rounds, and its `max_iter` is 2; set it, or in a text write a "
-            "slice such as `items[:1500]`",
+            "loop l has 1,500 rounds, and its `max_iter` is 2; raise `max_iter`, or in a "
+            "program text write a slice such as `items[:1500]`",
         ),
     ],
 )
