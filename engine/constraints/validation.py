@@ -6,7 +6,8 @@ within an unenforced keyword, as `pattern` within `not`, have the meaning that t
 
     numbers              exact decimals: 0.3 is a multiple of 0.1
     pattern, format      matched by the grammar library, whose regexes are not Python's. Python
-                         matches patterns that only it reads, such as those with lookaround
+                         matches patterns that only it reads, such as those with lookaround, and
+                         strings that exceed the limits of the library
     dialects             keywords beside `$ref`, and `const`, apply in every one
 
 Out of scope: processes, and which schemas are relaxed.
@@ -68,7 +69,8 @@ def is_valid(schema: Any, text: str) -> bool:
     Takes unbounded time for some schemas: call it in a process that can be killed.
 
     Raises:
-        EngineError: `constraint.invalid` if the schema turns out to be invalid.
+        EngineError: `constraint.invalid` if the schema turns out to be invalid;
+            `constraint.too_complex` if one of its patterns is, for a string of the text.
     """
     from referencing import Registry
 
@@ -81,7 +83,7 @@ def is_valid(schema: Any, text: str) -> bool:
         # An empty registry: the default one would fetch the target of a `$ref`.
         validator = _validator_class(schema)(_exact_root(schema), registry=Registry())
         return bool(validator.is_valid(value))
-    except MemoryError:
+    except (EngineError, MemoryError):
         raise
     except Exception as error:
         # Dangling or circular references, among many other errors.
@@ -249,7 +251,20 @@ def _language(tokenizer: Any, keyword: str, name: str) -> Callable[[str], bool] 
         return None
 
     def matches(text: str) -> bool:
-        return grammar.accepts(compiled, list(_quoted(text)))
+        nonlocal compiled
+        tokens = list(_quoted(text))
+        try:
+            return grammar.accepts(compiled, tokens)
+        except EngineError:
+            # Other texts may have used up the limits, which are those of one compiled grammar.
+            compiled = grammar.compile_grammar(tokenizer, constraint)
+        try:
+            return grammar.accepts(compiled, tokens)
+        except EngineError:
+            regex = _python_regex_or_none(name) if keyword == "pattern" else None
+            if regex is None:
+                raise
+            return bool(regex.search(text))
 
     return matches
 
@@ -262,6 +277,13 @@ def _quoted(text: str) -> bytes:
 def _python_regex(pattern: str) -> re.Pattern[str]:
     with warnings.catch_warnings(action="ignore"):  # of syntax that may get another meaning
         return re.compile(pattern)
+
+
+def _python_regex_or_none(pattern: str) -> re.Pattern[str] | None:
+    try:
+        return _python_regex(pattern)
+    except (re.error, OverflowError):
+        return None
 
 
 def _check_regex(pattern: Any) -> bool:
