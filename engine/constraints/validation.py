@@ -21,7 +21,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 import msgspec
@@ -76,7 +76,7 @@ def is_valid(schema: Any, text: str) -> bool:
 
     try:
         msgspec.json.decode(text)  # within the limits of values
-        value = json.loads(text, parse_float=Decimal)
+        value = json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):
         return False
     try:
@@ -91,6 +91,14 @@ def is_valid(schema: Any, text: str) -> bool:
             "constraint.invalid",
             grammar.message(f"texts cannot be validated against the schema: {error!r}"),
         ) from error
+
+
+def _number(text: str) -> Decimal:
+    """Return a number with a fraction or an exponent: exactly, unless its exponent is too large."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal(repr(float(text)))
 
 
 def _dialect(schema: Any) -> Any:

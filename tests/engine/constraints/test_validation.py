@@ -111,6 +111,12 @@ def test_multiple_with_a_large_exponent_is_found_at_once() -> None:
     assert is_valid({"multipleOf": 7}, "0e-999999999")
 
 
+@pytest.mark.parametrize("text", ["0e99999999999999999999", "1e-99999999999999999999"])
+def test_number_whose_exponent_no_decimal_has_is_zero(text: str) -> None:
+    assert is_valid({"const": 0, "multipleOf": 7}, text)
+    assert not is_valid({"not": {"type": "number"}}, text)
+
+
 def test_pattern_that_neither_grammars_nor_python_read_is_refused() -> None:
     with pytest.raises(EngineError, match="is not a 'regex'"):
         check_schema({"not": {"pattern": r"\p{L}(?=a"}})
