@@ -30,6 +30,18 @@ from ..protocol import EngineError
 from . import grammar
 
 _Errors = Iterator[Any]
+_DATA: Final = ("const", "enum")
+"""Keywords whose values contain no schemas."""
+_NAMED_SCHEMAS: Final = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+    "$defs",
+    "definitions",
+)
+"""Keywords whose values are objects of schemas, under any names."""
+_OTHER_PROPERTIES: Final = ("additionalProperties", "unevaluatedProperties")
 
 
 def check_schema(schema: Any) -> None:
@@ -81,7 +93,7 @@ def is_valid(schema: Any, text: str) -> bool:
         return False
     try:
         # An empty registry: the default one would fetch the target of a `$ref`.
-        validator = _validator_class(schema)(_exact_root(schema), registry=Registry())
+        validator = _validator_class(schema)(_exact(schema), registry=Registry())
         return bool(validator.is_valid(value))
     except (EngineError, MemoryError):
         raise
@@ -124,6 +136,7 @@ def _validator_class(schema: Any) -> Any:
         "format": strings.format,
         "patternProperties": strings.pattern_properties,
         "additionalProperties": strings.additional_properties,
+        "unevaluatedProperties": strings.unevaluated_properties,
     }
     types = kind.TYPE_CHECKER
     if types.is_type(1.0, "integer"):
@@ -138,26 +151,26 @@ def _validator_class(schema: Any) -> Any:
     )
 
 
-def _exact_root(schema: Any) -> Any:
-    """Return a schema with exact numbers, and without the name of its dialect.
+def _exact(value: Any, keyword: str = "") -> Any:
+    """Return a copy of a schema with exact numbers, and without names of dialects.
 
-    The library would take its own class of the dialect where a `$ref` leads to the root.
+    Where a `$ref` leads to a name of a dialect, the library would take its own class of it.
+
+    Args:
+        value: A part of the schema.
+        keyword: The keyword that the part is the value of; empty if it is none's.
     """
-    exact = _exact(schema)
-    if isinstance(exact, dict):
-        exact.pop("$schema", None)
-    return exact
-
-
-def _exact(value: Any) -> Any:
-    """Return a copy of a JSON value whose fractions are decimals, as they are written."""
     match value:
         case float():
             return Decimal(repr(value))
         case list():
-            return [_exact(each) for each in value]
-        case dict():
+            return [_exact(each, keyword) for each in value]
+        case dict() if keyword in _DATA:
+            return {name: _exact(each, keyword) for name, each in value.items()}
+        case dict() if keyword in _NAMED_SCHEMAS:
             return {name: _exact(each) for name, each in value.items()}
+        case dict():
+            return {name: _exact(each, name) for name, each in value.items() if name != "$schema"}
     return value
 
 
@@ -237,6 +250,32 @@ class _StringLanguages:
             elif allowed is not True:
                 yield from validator.descend(each, allowed, path=name)
 
+    def unevaluated_properties(
+        self, validator: Any, allowed: Any, value: Any, schema: dict[str, Any]
+    ) -> _Errors:
+        if validator.is_type(value, "object"):
+            evaluated = set(self._evaluated(validator, value, schema))
+            for name in value.keys() - evaluated:
+                yield from validator.descend(value[name], allowed, path=name)
+
+    def _evaluated(self, validator: Any, value: dict[str, Any], schema: Any) -> Iterator[str]:
+        """Return the names that a schema which allows an object evaluates, among others."""
+        if not isinstance(schema, dict):
+            return
+        yield from schema.get("properties", {})
+        patterns = schema.get("patternProperties", {})
+        others = [schema[name] for name in _OTHER_PROPERTIES if name in schema]
+        for name, each in value.items():
+            if any(self._matches(pattern, name) for pattern in patterns) or any(
+                _allows(validator, other, each) for other in others
+            ):
+                yield name
+        for target in _references(validator, schema):
+            referrer = validator.evolve(schema=target.contents, _resolver=target.resolver)
+            yield from self._evaluated(referrer, value, target.contents)
+        for branch in _branches(validator, value, schema):
+            yield from self._evaluated(validator, value, branch)
+
     def _matches(self, pattern: str, text: str) -> bool:
         language = self._language("pattern", pattern)
         return bool(_python_regex(pattern).search(text)) if language is None else language(text)
@@ -247,6 +286,37 @@ class _StringLanguages:
         if key not in self._languages:
             self._languages[key] = _language(self._tokenizer, keyword, name)
         return self._languages[key]
+
+
+def _allows(validator: Any, schema: Any, value: Any) -> bool:
+    return next(validator.descend(value, schema), None) is None
+
+
+def _references(validator: Any, schema: dict[str, Any]) -> Iterator[Any]:
+    """Return the targets of a schema's references. The library has no public name for them."""
+    from referencing.jsonschema import lookup_recursive_ref
+
+    resolver, known = validator._resolver, validator.VALIDATORS
+    for keyword in ("$ref", "$dynamicRef"):
+        if keyword in schema and keyword in known:
+            yield resolver.lookup(schema[keyword])
+    if "$recursiveRef" in schema and "$recursiveRef" in known:
+        yield lookup_recursive_ref(resolver)
+
+
+def _branches(validator: Any, value: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+    """Return the subschemas that a schema applies to an object itself, if they allow it."""
+    for name, each in schema.get("dependentSchemas", {}).items():
+        if name in value:
+            yield each
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        for each in schema.get(keyword, ()):
+            if _allows(validator, each, value):
+                yield each
+    if "if" in schema and _allows(validator, schema["if"], value):
+        yield from (schema["if"], schema.get("then", True))
+    elif "if" in schema:
+        yield schema.get("else", True)
 
 
 def _language(tokenizer: Any, keyword: str, name: str) -> Callable[[str], bool] | None:

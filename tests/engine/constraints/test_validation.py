@@ -18,6 +18,7 @@ from ..constraint_harness import schema
 NEVER = {"not": {"const": "never"}}
 """A keyword that no grammar enforces, so that the schema beside it is relaxed."""
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DRAFT_2019 = "https://json-schema.org/draft/2019-09/schema"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
@@ -70,6 +71,47 @@ def test_keyword_that_the_grammar_has_enforced_does_not_fail(content: Any, value
             {"not": {"additionalProperties": False, "patternProperties": {r"^\p{Lu}": True}}},
             {"a": 1},
             {"A": 1},
+        ),
+        (
+            {
+                "patternProperties": {r"^\p{L}+$": {"type": "integer"}},
+                "unevaluatedProperties": False,
+            },
+            {"a": 1},
+            {"1": 1},
+        ),
+        (
+            {
+                "$schema": DRAFT_2019,
+                "anyOf": [{"patternProperties": {r"^\d$": True}}, False],
+                "unevaluatedProperties": {"type": "null"},
+            },
+            {"1": 1, "\u0661": None},
+            {"\u0661": 1},
+        ),
+        (
+            {
+                "$defs": {"upper": {"patternProperties": {r"^\p{Lu}": True}}},
+                "if": {"required": ["a"]},
+                "then": {"properties": {"a": True}, "$ref": "#/$defs/upper"},
+                "else": {"additionalProperties": {"type": "null"}},
+                "unevaluatedProperties": False,
+            },
+            {"a": 1, "A": 1},
+            {"b": 1},
+        ),
+        (
+            {
+                "$defs": {"letter": {"$schema": DRAFT_7, "pattern": r"^\p{L}$"}},
+                "items": {"$ref": "#/$defs/letter"},
+            },
+            ["é"],
+            ["1"],
+        ),
+        (
+            {"properties": {"$schema": {"not": {"const": {"$schema": "x"}}}}},
+            {"$schema": {"$schema": "y"}},
+            {"$schema": {"$schema": "x"}},
         ),
         (
             {
