@@ -11,7 +11,8 @@ Invariants: compiling any string ends in a matcher or an EngineError.
 
     constraint.invalid        not a grammar, or a grammar that no text matches
     constraint.too_large      longer than MAX_CHARACTERS
-    constraint.too_complex    exceeds `limits` before the first token that is not forced
+    constraint.too_complex    exceeds `limits` before the first token that is not forced, or on a
+                              finished text
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _NO_NEXT_TOKEN: Final = "NoExtensionBias"
 """The compiler's error if no token can follow."""
 _LONG_FORCED_TEXT: Final = "ff_tokens"
 """Part of the compiler's error if a grammar forces more text than it processes at once."""
+_MISMATCHES: Final = ("doesn't satisfy the grammar", "parser stopped in consume_token")
+"""Parts of a matcher's errors if a token cannot follow. Any other error is a failure."""
+_END_ID: Final = 256
+"""The token of `byte_tokenizer` that ends a text."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -142,25 +147,39 @@ def schema_of(constraint: str) -> Any:
 
 
 def accepts(compiled: CompiledGrammar, tokens: Sequence[int]) -> bool:
-    """Return whether tokens are a complete text of the language."""
+    """Return whether tokens of `byte_tokenizer` are a complete text of the language.
+
+    All calls for one compiled grammar share its lexer and the lexer's limits.
+
+    Raises:
+        EngineError: `constraint.too_complex` if the matcher exceeds `limits`.
+    """
     matcher = compiled.matcher.deep_copy()
-    return (
-        matcher.try_consume_tokens(list(tokens)) == len(tokens)
-        and matcher.is_accepting()
-        and not matcher.is_error()
+    num_consumed = matcher.try_consume_tokens(list(tokens))
+    if num_consumed == len(tokens) and matcher.is_accepting():
+        return True
+    if not matcher.is_error():
+        # Only `consume_token` states why a token was refused.
+        matcher.consume_token([*tokens, _END_ID][num_consumed])
+    reason = matcher.get_error()
+    if any(mismatch in reason for mismatch in _MISMATCHES):
+        return False
+    raise EngineError(
+        "constraint.too_complex",
+        message(f"the text is too complex for the grammar; make the grammar smaller: {reason}"),
     )
 
 
 def byte_tokenizer(special: Sequence[str]) -> LLTokenizer:
     """Return a tokenizer of 256 bytes and the given special tokens. Takes less than 1 ms."""
-    return LLTokenizer(llguidance.TokenizerWrapper(_ByteVocabulary(special)), eos_token=[256])
+    return LLTokenizer(llguidance.TokenizerWrapper(_ByteVocabulary(special)), eos_token=[_END_ID])
 
 
 class _ByteVocabulary:
     """The attributes of a tokenizer that llguidance reads, under the names that it expects."""
 
     bos_token_id = None
-    eos_token_id = 256
+    eos_token_id = _END_ID
 
     def __init__(self, special: Sequence[str]) -> None:
         names = ["<|conure:end|>", *special]

@@ -6,7 +6,8 @@ within an unenforced keyword, as `pattern` within `not`, have the meaning that t
 
     numbers              exact decimals: 0.3 is a multiple of 0.1
     pattern, format      matched by the grammar library, whose regexes are not Python's. Python
-                         matches patterns that only it reads, such as those with lookaround
+                         matches patterns that only it reads, such as those with lookaround, and
+                         strings that exceed the limits of the library
     dialects             keywords beside `$ref`, and `const`, apply in every one
 
 Out of scope: processes, and which schemas are relaxed.
@@ -20,7 +21,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 import msgspec
@@ -29,6 +30,18 @@ from ..protocol import EngineError
 from . import grammar
 
 _Errors = Iterator[Any]
+_DATA: Final = ("const", "enum")
+"""Keywords whose values contain no schemas."""
+_NAMED_SCHEMAS: Final = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+    "$defs",
+    "definitions",
+)
+"""Keywords whose values are objects of schemas, under any names."""
+_OTHER_PROPERTIES: Final = ("additionalProperties", "unevaluatedProperties")
 
 
 def check_schema(schema: Any) -> None:
@@ -68,20 +81,21 @@ def is_valid(schema: Any, text: str) -> bool:
     Takes unbounded time for some schemas: call it in a process that can be killed.
 
     Raises:
-        EngineError: `constraint.invalid` if the schema turns out to be invalid.
+        EngineError: `constraint.invalid` if the schema turns out to be invalid;
+            `constraint.too_complex` if one of its patterns is, for a string of the text.
     """
     from referencing import Registry
 
     try:
         msgspec.json.decode(text)  # within the limits of values
-        value = json.loads(text, parse_float=Decimal)
+        value = json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):
         return False
     try:
         # An empty registry: the default one would fetch the target of a `$ref`.
-        validator = _validator_class(schema)(_exact_root(schema), registry=Registry())
+        validator = _validator_class(schema)(_exact(schema), registry=Registry())
         return bool(validator.is_valid(value))
-    except MemoryError:
+    except (EngineError, MemoryError):
         raise
     except Exception as error:
         # Dangling or circular references, among many other errors.
@@ -89,6 +103,14 @@ def is_valid(schema: Any, text: str) -> bool:
             "constraint.invalid",
             grammar.message(f"texts cannot be validated against the schema: {error!r}"),
         ) from error
+
+
+def _number(text: str) -> Decimal:
+    """Return a number with a fraction or an exponent: exactly, unless its exponent is too large."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal(repr(float(text)))
 
 
 def _dialect(schema: Any) -> Any:
@@ -114,6 +136,7 @@ def _validator_class(schema: Any) -> Any:
         "format": strings.format,
         "patternProperties": strings.pattern_properties,
         "additionalProperties": strings.additional_properties,
+        "unevaluatedProperties": strings.unevaluated_properties,
     }
     types = kind.TYPE_CHECKER
     if types.is_type(1.0, "integer"):
@@ -128,26 +151,26 @@ def _validator_class(schema: Any) -> Any:
     )
 
 
-def _exact_root(schema: Any) -> Any:
-    """Return a schema with exact numbers, and without the name of its dialect.
+def _exact(value: Any, keyword: str = "") -> Any:
+    """Return a copy of a schema with exact numbers, and without names of dialects.
 
-    The library would take its own class of the dialect where a `$ref` leads to the root.
+    Where a `$ref` leads to a name of a dialect, the library would take its own class of it.
+
+    Args:
+        value: A part of the schema.
+        keyword: The keyword that the part is the value of; empty if it is none's.
     """
-    exact = _exact(schema)
-    if isinstance(exact, dict):
-        exact.pop("$schema", None)
-    return exact
-
-
-def _exact(value: Any) -> Any:
-    """Return a copy of a JSON value whose fractions are decimals, as they are written."""
     match value:
         case float():
             return Decimal(repr(value))
         case list():
-            return [_exact(each) for each in value]
-        case dict():
+            return [_exact(each, keyword) for each in value]
+        case dict() if keyword in _DATA:
+            return {name: _exact(each, keyword) for name, each in value.items()}
+        case dict() if keyword in _NAMED_SCHEMAS:
             return {name: _exact(each) for name, each in value.items()}
+        case dict():
+            return {name: _exact(each, name) for name, each in value.items() if name != "$schema"}
     return value
 
 
@@ -227,6 +250,32 @@ class _StringLanguages:
             elif allowed is not True:
                 yield from validator.descend(each, allowed, path=name)
 
+    def unevaluated_properties(
+        self, validator: Any, allowed: Any, value: Any, schema: dict[str, Any]
+    ) -> _Errors:
+        if validator.is_type(value, "object"):
+            evaluated = set(self._evaluated(validator, value, schema))
+            for name in value.keys() - evaluated:
+                yield from validator.descend(value[name], allowed, path=name)
+
+    def _evaluated(self, validator: Any, value: dict[str, Any], schema: Any) -> Iterator[str]:
+        """Return the names that a schema which allows an object evaluates, among others."""
+        if not isinstance(schema, dict):
+            return
+        yield from schema.get("properties", {})
+        patterns = schema.get("patternProperties", {})
+        others = [schema[name] for name in _OTHER_PROPERTIES if name in schema]
+        for name, each in value.items():
+            if any(self._matches(pattern, name) for pattern in patterns) or any(
+                _allows(validator, other, each) for other in others
+            ):
+                yield name
+        for target in _references(validator, schema):
+            referrer = validator.evolve(schema=target.contents, _resolver=target.resolver)
+            yield from self._evaluated(referrer, value, target.contents)
+        for branch in _branches(validator, value, schema):
+            yield from self._evaluated(validator, value, branch)
+
     def _matches(self, pattern: str, text: str) -> bool:
         language = self._language("pattern", pattern)
         return bool(_python_regex(pattern).search(text)) if language is None else language(text)
@@ -239,6 +288,37 @@ class _StringLanguages:
         return self._languages[key]
 
 
+def _allows(validator: Any, schema: Any, value: Any) -> bool:
+    return next(validator.descend(value, schema), None) is None
+
+
+def _references(validator: Any, schema: dict[str, Any]) -> Iterator[Any]:
+    """Return the targets of a schema's references. The library has no public name for them."""
+    from referencing.jsonschema import lookup_recursive_ref
+
+    resolver, known = validator._resolver, validator.VALIDATORS
+    for keyword in ("$ref", "$dynamicRef"):
+        if keyword in schema and keyword in known:
+            yield resolver.lookup(schema[keyword])
+    if "$recursiveRef" in schema and "$recursiveRef" in known:
+        yield lookup_recursive_ref(resolver)
+
+
+def _branches(validator: Any, value: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+    """Return the subschemas that a schema applies to an object itself, if they allow it."""
+    for name, each in schema.get("dependentSchemas", {}).items():
+        if name in value:
+            yield each
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        for each in schema.get(keyword, ()):
+            if _allows(validator, each, value):
+                yield each
+    if "if" in schema and _allows(validator, schema["if"], value):
+        yield from (schema["if"], schema.get("then", True))
+    elif "if" in schema:
+        yield schema.get("else", True)
+
+
 def _language(tokenizer: Any, keyword: str, name: str) -> Callable[[str], bool] | None:
     """Compile a keyword of strings; None if a grammar cannot enforce it."""
     schema = {"type": "string", keyword: name}
@@ -249,7 +329,20 @@ def _language(tokenizer: Any, keyword: str, name: str) -> Callable[[str], bool] 
         return None
 
     def matches(text: str) -> bool:
-        return grammar.accepts(compiled, list(_quoted(text)))
+        nonlocal compiled
+        tokens = list(_quoted(text))
+        try:
+            return grammar.accepts(compiled, tokens)
+        except EngineError:
+            # Other texts may have used up the limits, which are those of one compiled grammar.
+            compiled = grammar.compile_grammar(tokenizer, constraint)
+        try:
+            return grammar.accepts(compiled, tokens)
+        except EngineError:
+            regex = _python_regex_or_none(name) if keyword == "pattern" else None
+            if regex is None:
+                raise
+            return bool(regex.search(text))
 
     return matches
 
@@ -262,6 +355,13 @@ def _quoted(text: str) -> bytes:
 def _python_regex(pattern: str) -> re.Pattern[str]:
     with warnings.catch_warnings(action="ignore"):  # of syntax that may get another meaning
         return re.compile(pattern)
+
+
+def _python_regex_or_none(pattern: str) -> re.Pattern[str] | None:
+    try:
+        return _python_regex(pattern)
+    except (re.error, OverflowError):
+        return None
 
 
 def _check_regex(pattern: Any) -> bool:

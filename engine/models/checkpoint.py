@@ -269,10 +269,13 @@ def _tokenizer(path: Path) -> tuple[str, Tokenizer]:
 def _bos_id(tokenizer: Tokenizer) -> int | None:
     """Return the id that the tokenizer's post-processing adds before a text, if it is one id.
 
-    Of several ids, none is added: the model was not trained on one of them alone.
+    Of several ids, none is added: the model was not trained on one of them alone. Which ids precede
+    a text is unknown if the tokenizer has no ids for the text itself: the first one counts then.
     """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     processed = tokenizer.encode("a", add_special_tokens=True).ids
+    if not plain:
+        return int(processed[0]) if processed else None
     starts = range(len(processed) - len(plain) + 1)
     num_added = next((at for at in starts if processed[at : at + len(plain)] == plain), 0)
     if num_added > 1:

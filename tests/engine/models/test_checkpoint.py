@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
 from tokenizers import Tokenizer
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
 from conure.engine.models import checkpoint
@@ -86,6 +87,13 @@ def test_special_eos_token_of_the_tokenizer_ends_texts_too(
 def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
     assert checkpoint.read(folder_of(tmp_path, {"tokenizer.json": text})).bos_id == 256
+
+
+def test_bos_is_found_if_the_tokenizer_has_no_ids_for_a_letter(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(shrunk.with_bos(byte_tokenizer.tokenizer_json()))
+    tokenizer.normalizer = Replace("a", "")
+    found = checkpoint.read(folder_of(tmp_path, {"tokenizer.json": tokenizer.to_str()}))
+    assert found.bos_id == 256
 
 
 def test_several_tokens_before_a_text_are_left_out_with_a_warning(
