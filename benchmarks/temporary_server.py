@@ -38,12 +38,7 @@ class ServerStartError(RuntimeError):
 def environment(root: Path = ROOT) -> dict[str, str]:
     """Return the environment of a child process that imports `conure` from a checkout."""
     paths = [str(root), os.environ.get("PYTHONPATH", "")]
-    # Without safe paths, Python looks for modules in the working folder first.
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONSAFEPATH": "1",
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 class TemporaryServer(NamedTuple):
@@ -92,7 +87,8 @@ def started(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=environment(root),
+            # Without safe paths, Python looks for modules in the working folder first.
+            env={**environment(root), "PYTHONSAFEPATH": "1"},
         )
         output = _ServerOutput(process)
         try:
