@@ -93,7 +93,7 @@ class ConstraintState:
         """The matcher failed, possibly because of other outputs: all outputs of one compiled
         grammar share its lexer and the lexer's limits. `restart` may follow."""
         self.lexer = SharedLexer()
-        """A stand-in until the grammar is compiled; then the lexer of the compiled grammar."""
+        """The lexer of the compiled grammar; before compilation, an unused one."""
         self._matcher: Matcher | None = None
         self._tokens: list[int] = []
         self._eos_ids = eos_ids

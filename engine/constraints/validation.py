@@ -365,7 +365,7 @@ def _python_regex_or_none(pattern: str) -> re.Pattern[str] | None:
 
 
 def _check_regex(pattern: Any) -> bool:
-    """Return whether a value is no string, or a regex. Raise Python's error for another string."""
+    """Return True for a regex, or for a value of another type. Raise Python's error otherwise."""
     try:
         return not isinstance(pattern, str) or bool(_python_regex(pattern))
     except (re.error, OverflowError):

@@ -90,7 +90,8 @@ def parse_prompt(text: str, output: Output | UnsetType) -> TextPrompt:
     """Return the segments of a prompt that is one text.
 
     Raises:
-        ValueError: as `split_placeholders`; also if there is no output, or `text` names it twice.
+        ValueError: if `split_placeholders` raises it, if there is no output, or if `text` names the
+            output twice.
     """
     if output is UNSET:
         raise ValueError(

@@ -1,12 +1,12 @@
 """The records that kinds of nodes with bodies extend, with the methods a graph calls on them.
 
-A kind is a subclass of `NodeWithBodies`, or of `TemplateNode` if its body runs once for each item
-or round.
+A kind is a subclass of `NodeWithBodies`, of `TemplateNode` if its body runs once for each item or
+round, or of `MergeNode` if one of several bodies gives its outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, ForwardRef, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -108,6 +108,33 @@ class NodeWithBodies(Node, frozen=True, kw_only=True):
         if self.exit_slot == OUTPUT:
             return (enter, output)
         return (enter, output, Slot(self.id, EXIT, none, (), tolerates_missing=True))
+
+
+class MergeNode(NodeWithBodies, frozen=True, kw_only=True):
+    """A node one of whose bodies gives its outputs: `merge` names them in each body."""
+
+    if TYPE_CHECKING:
+        # Declared by each kind, in the order of its JSON.
+        merge: Mapping[Name, Sequence[Expression]]
+
+    def written_variables(self) -> Iterable[str]:
+        return self.merge
+
+    def body_references(self) -> Iterator[BodyReference]:
+        parts = [body.part for body in self.bodies()]
+        for name, references in self.merge.items():
+            for index, (part, inner) in enumerate(zip(parts, references, strict=True)):
+                yield BodyReference(part, f"merge.{name}[{index}]", read_by(inner))
+
+    def submitted_names(self) -> Iterable[tuple[str, Expression]]:
+        return (
+            (f"merge.{name}[{index}]", inner)
+            for name, references in self.merge.items()
+            for index, inner in enumerate(references)
+        )
+
+    def write_path(self, variable: str) -> str:
+        return f"merge.{variable}"
 
 
 class TemplateNode(NodeWithBodies, frozen=True, kw_only=True):

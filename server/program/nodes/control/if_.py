@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import msgspec
@@ -12,12 +12,12 @@ from ...checks import check_references
 from ...content import Expression, Name
 from ...expressions.evaluate import input_expression
 from ...expressions.renaming import Renaming
-from ...slot import Slot, SlotInputs, read_by
+from ...slot import Slot, SlotInputs
 from ..base import Node, NodeBody
-from .base import Body, BodyReference, NodeWithBodies
+from .base import Body, MergeNode
 
 
-class IfNode(NodeWithBodies, frozen=True, kw_only=True, tag="if"):
+class IfNode(MergeNode, frozen=True, kw_only=True, tag="if"):
     """Runs one of two bodies, chosen when the condition is known. The other never starts."""
 
     cond: Expression
@@ -40,24 +40,6 @@ class IfNode(NodeWithBodies, frozen=True, kw_only=True, tag="if"):
         inputs.add_reference(self.cond, "cond")
         inner = check_references("merge", self.merge)
         return self._body_slots(inputs, (self.decision_variable,), self.merge, inner)
-
-    def written_variables(self) -> Iterable[str]:
-        return self.merge
-
-    def body_references(self) -> Iterator[BodyReference]:
-        for name, references in self.merge.items():
-            for index, (part, inner) in enumerate(zip(("then", "else"), references, strict=True)):
-                yield BodyReference(part, f"merge.{name}[{index}]", read_by(inner))
-
-    def submitted_names(self) -> Iterable[tuple[str, Expression]]:
-        return (
-            (f"merge.{name}[{index}]", inner)
-            for name, references in self.merge.items()
-            for index, inner in enumerate(references)
-        )
-
-    def write_path(self, variable: str) -> str:
-        return f"merge.{variable}"
 
     def _expressions(self) -> Iterable[tuple[str, Expression]]:
         return (("cond", input_expression(self.cond)),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Self
 
 import msgspec
@@ -11,9 +11,9 @@ from msgspec import Meta, Struct
 from ...checks import check_references, refuse_control
 from ...content import Expression, Name
 from ...expressions.renaming import Renaming
-from ...slot import Slot, SlotInputs, read_by
+from ...slot import Slot, SlotInputs
 from ..base import Node, NodeBody
-from .base import OUTPUT, Body, BodyReference, KnownValue, NodeWithBodies, rename_body
+from .base import OUTPUT, Body, KnownValue, MergeNode, rename_body
 
 
 class Handler(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -29,7 +29,7 @@ def handler_part(index: int) -> str:
     return f"handlers[{index}]"
 
 
-class TryNode(NodeWithBodies, frozen=True, kw_only=True, tag="try"):
+class TryNode(MergeNode, frozen=True, kw_only=True, tag="try"):
     """Runs a body. If it fails, runs it again or runs a handler."""
 
     body: Body
@@ -71,25 +71,6 @@ class TryNode(NodeWithBodies, frozen=True, kw_only=True, tag="try"):
                 )
         inner = check_references("merge", self.merge)
         return self._body_slots(inputs, (), (*self.merge, self.handler_variable), inner)
-
-    def written_variables(self) -> Iterable[str]:
-        return self.merge
-
-    def body_references(self) -> Iterator[BodyReference]:
-        parts = [body.part for body in self.bodies()]
-        for name, references in self.merge.items():
-            for index, (part, inner) in enumerate(zip(parts, references, strict=True)):
-                yield BodyReference(part, f"merge.{name}[{index}]", read_by(inner))
-
-    def submitted_names(self) -> Iterable[tuple[str, Expression]]:
-        return (
-            (f"merge.{name}[{index}]", inner)
-            for name, references in self.merge.items()
-            for index, inner in enumerate(references)
-        )
-
-    def write_path(self, variable: str) -> str:
-        return f"merge.{variable}"
 
     def _renamed_fields(self, renaming: Renaming) -> dict[str, object]:
         merge = {
