@@ -14,13 +14,14 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET
 
-from ...program.ir import LoopNode, TryNode
+from ...program.ir import LoopNode, Node, TryNode
 from ...program.nodes.control.loop import DEFAULT_MAX_ROUNDS, MAX_ROUNDS
 from ...program.nodes.control.try_ import Handler
 from ..errors import SourceArgumentError, SourceNameError, UnsupportedSourceError, position_of
 from ..options import Kind
 from .blocks import Branch, carried_names, merge_branches
 from .comprehensions import loop_names
+from .emitter import Emitter, Flow
 from .interfaces import StatementRunner
 from .scope import BREAK, NameScope, Unassigned, assigned_names
 from .values import NotConstantError, Value, var
@@ -145,74 +146,107 @@ def _try_loop(
     needed = statements.reads.outside([node])
     assigned = assigned_names(node.body) - {loop.item, loop.counter or loop.item}
     before = carried_names(scope, assigned, needed, runs=loop.rounds[1])
-    variables = loop.variables
     for name in before:
-        if name not in variables:
-            variables[name] = scope.version(name)
+        if name not in loop.variables:
+            loop.variables[name] = scope.version(name)
+    kinds = {name: _kind_in_round(value.kind, name in unknown) for name, value in before.items()}
     jobs = dict(emitter.jobs)
-    with emitter.body() as (block, flow):
-        inner = scope.branch()
-        for name, value in before.items():
-            kind: Kind = "any" if name in unknown or value.kind == "null" else value.kind
-            kind = "text" if kind == "stream" else kind
-            inner.bind(name, var(variables[name], kind))
-            emitter.bound.add(variables[name])
-        inner.bind(BREAK, Value(False, "bool"))
-        item_name = emitter.unique(loop.item)
-        emitter.bound.add(item_name)
-        inner.bind(loop.item, var(item_name))
-        index_name = None
-        if loop.counter is not None:
-            index_name = emitter.unique(loop.counter)
-            emitter.bound.add(index_name)
-            inner.bind(loop.counter, var(index_name, "number"))
-        statements.reads.carried.update(before.keys())
-        statements.run(node.body, inner)
-        statements.reads.carried.subtract(before.keys())
-        emitter.bound -= set(variables.values())
-    mismatched: set[str] = set()
-    carry: dict[str, tuple[Any, Any]] = {}
-    for name, value in before.items():
-        after = inner.bindings[name]
-        if not isinstance(after, Value):
-            after = var(variables[name])
-        started = inner_kind(value.kind, name in unknown)
-        if started not in ("any", "null") and after.kind != started:
-            mismatched.add(name)
-        carry[variables[name]] = (value.expression, after.expression)
+    body = _lower_body(statements, node, scope.branch(), loop, kinds)
+    after = {name: _value_after(body.scope, name, loop) for name in before}
+    mismatched = {
+        name for name, kind in kinds.items() if kind != "any" and after[name].kind != kind
+    }
     if mismatched:
         emitter.jobs = jobs
         return mismatched
-    stop = inner.bindings[BREAK]
-    assert isinstance(stop, Value)
-    name = emitter.unique("loop")
-    optional: dict[str, Any] = {} if index_name is None else {"index": index_name}
-    emitter.add(
-        LoopNode(
-            id=name,
-            items=loop.items.reference,
-            item=item_name,
-            carry=carry,
-            body=block,
-            until=UNSET if stop.expression is False else stop.expression,
-            max_iter=loop.rounds[0],
-            **optional,
-            **emitter.common(),
-        )
-    )
-    emitter.mark_control(name, [flow])
-    _bind_results(scope, before, inner, variables, assigned)
+    carry = {
+        loop.variables[name]: (value.expression, after[name].expression)
+        for name, value in before.items()
+    }
+    _add_loop(emitter, loop, body, carry)
+    _bind_results(scope, before, body.scope, loop.variables, assigned)
     for name in {loop.item, loop.counter or loop.item} - {"_"}:
         reason = "has a value only inside of the loop: assign it to another name there"
         scope.bind(name, Unassigned(reason))
     return set()
 
 
-def inner_kind(kind: Kind, is_unknown: bool) -> Kind:
+class _Body(NamedTuple):
+    """A lowered body of a loop."""
+
+    block: list[Node]
+    flow: Flow
+    scope: NameScope
+    """The names at the end of a round."""
+    item: str
+    """The variable of the item."""
+    counter: str | None
+    """The variable of the round's number, if the loop has a counter."""
+
+
+def _lower_body(
+    statements: StatementRunner,
+    node: ast.For,
+    inner: NameScope,
+    loop: _Loop,
+    kinds: dict[str, Kind],
+) -> _Body:
+    """Lower the body in the scope `inner`, with carried names of these kinds."""
+    emitter = statements.emitter
+    with emitter.body() as (block, flow):
+        for name, kind in kinds.items():
+            inner.bind(name, var(loop.variables[name], kind))
+            emitter.bound.add(loop.variables[name])
+        inner.bind(BREAK, Value(False, "bool"))
+        item = emitter.unique(loop.item)
+        emitter.bound.add(item)
+        inner.bind(loop.item, var(item))
+        index = None
+        if loop.counter is not None:
+            index = emitter.unique(loop.counter)
+            emitter.bound.add(index)
+            inner.bind(loop.counter, var(index, "number"))
+        statements.reads.carried.update(kinds.keys())
+        statements.run(node.body, inner)
+        statements.reads.carried.subtract(kinds.keys())
+        emitter.bound -= set(loop.variables.values())
+    return _Body(block, flow, inner, item, index)
+
+
+def _kind_in_round(kind: Kind, is_unknown: bool) -> Kind:
     """Return the kind that a carried name is compiled with."""
-    if is_unknown:
+    if is_unknown or kind == "null":
         return "any"
     return "text" if kind == "stream" else kind
+
+
+def _value_after(inner: NameScope, name: str, loop: _Loop) -> Value:
+    """Return the value of a carried name at the end of a round."""
+    value = inner.bindings[name]
+    return value if isinstance(value, Value) else var(loop.variables[name])
+
+
+def _add_loop(
+    emitter: Emitter, loop: _Loop, body: _Body, carry: dict[str, tuple[Any, Any]]
+) -> None:
+    stop = body.scope.bindings[BREAK]
+    assert isinstance(stop, Value)
+    name = emitter.unique("loop")
+    optional: dict[str, Any] = {} if body.counter is None else {"index": body.counter}
+    emitter.add(
+        LoopNode(
+            id=name,
+            items=loop.items.reference,
+            item=body.item,
+            carry=carry,
+            body=body.block,
+            until=UNSET if stop.expression is False else stop.expression,
+            max_iter=loop.rounds[0],
+            **optional,
+            **emitter.common(),
+        )
+    )
+    emitter.mark_control(name, [body.flow])
 
 
 def _bind_results(
