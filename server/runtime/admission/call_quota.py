@@ -67,6 +67,21 @@ class _MapQueue:
         self.maps: deque[QuotaWaiter] = deque()
         self.is_blocked = False
         """Whether the first map waits until several items fit."""
+        self._num_left = 0
+        """Maps that get items before the free quota is divided again."""
+        self._share = 0
+
+    def next_share(self, num_free: int) -> int:
+        """Return the calls that the first map may add: of each map of a round the same number."""
+        if self._num_left == 0:
+            self._num_left = len(self.maps)
+            self._share = num_free // self._num_left
+        self._num_left -= 1
+        return min(self._share, num_free)
+
+    def end_round(self) -> None:
+        """Divide the free quota again before the first map gets items."""
+        self._num_left = 0
 
     def prune(self) -> None:
         """Remove maps that are gone."""
@@ -149,7 +164,7 @@ class CallQuota:
         """Admit items of a map: the first ones now if no map goes before it, the others in turn."""
         queue = self._queue_of(waiter)
         is_first = not queue.maps and not self._with_reader.maps and self._fits(waiter, queue)
-        has_more = self._admit(waiter, queue) if is_first else True
+        has_more = _admit(waiter, self._num_free(queue)) if is_first else True
         if has_more:
             queue.maps.append(waiter)
             self._schedule()
@@ -176,10 +191,6 @@ class CallQuota:
         """Whether an item fits. An item larger than the share fits when the quota is unused."""
         return self._num_free(queue) >= min(waiter.num_calls, queue.limit)
 
-    def _admit(self, waiter: QuotaWaiter, queue: _MapQueue) -> bool:
-        share = self._num_free(queue) // (len(queue.maps) + 1)
-        return waiter.admit(max(1, share // waiter.num_calls))
-
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -191,9 +202,10 @@ class CallQuota:
         queue = self._next_queue()
         if queue is None:
             return
+        share = queue.next_share(self._num_free(queue))
         waiter = queue.maps.popleft()
         try:
-            if self._admit(waiter, queue):
+            if _admit(waiter, share):
                 self._queue_of(waiter).maps.append(waiter)
         finally:
             self._schedule()  # an error in one program must not block the others
@@ -211,10 +223,18 @@ class CallQuota:
                 queue.maps.popleft()
             if not queue.maps:
                 queue.is_blocked = False
+                queue.end_round()
                 continue
             num_needed = min(queue.limit * MIN_FREE_SHARE, queue.maps[0].num_waiting_calls)
             if queue.is_blocked and self._num_free(queue) < num_needed:
                 return None
             queue.is_blocked = not self._fits(queue.maps[0], queue)
-            return None if queue.is_blocked else queue
+            if queue.is_blocked:
+                queue.end_round()
+                return None
+            return queue
         return None
+
+
+def _admit(waiter: QuotaWaiter, share: int) -> bool:
+    return waiter.admit(max(1, share // waiter.num_calls))

@@ -190,6 +190,23 @@ async def test_maps_that_wait_take_turns() -> None:
     assert [name for name, _ in log] == list("abcabcabc")
 
 
+@given(st.integers(2, 4), st.lists(st.integers(1, 12), min_size=1, max_size=12))
+async def test_maps_share_calls_that_end_together(num_maps: int, ended: list[int]) -> None:
+    crowd = Crowd(16)
+    crowd.open("others", 200)
+    maps = [Wide(str(index), crowd) for index in range(num_maps)]
+    for wide in maps:
+        crowd.open(wide.name, 0)
+        crowd.quota.request(wide)
+    for num_calls in ended:
+        for wide in maps:
+            crowd.open(wide.name, -crowd.programs[wide.name].num_open_calls)
+        crowd.open("others", 12 - num_calls - crowd.programs["others"].num_open_calls)
+        await turns()
+        admitted = [wide.num_items for wide in maps]
+        assert max(admitted) - min(admitted) <= 1
+
+
 async def test_first_waiter_is_not_overtaken() -> None:
     crowd = Crowd(16)
     crowd.open("others", 12)
