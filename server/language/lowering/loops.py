@@ -171,7 +171,7 @@ def _try_loop(
     return set()
 
 
-class _Body(NamedTuple):
+class _LoweredBody(NamedTuple):
     """A lowered body of a loop."""
 
     block: list[Node]
@@ -190,7 +190,7 @@ def _lower_body(
     inner: NameScope,
     loop: _Loop,
     kinds: dict[str, Kind],
-) -> _Body:
+) -> _LoweredBody:
     """Lower the body in the scope `inner`, with carried names of these kinds."""
     emitter = statements.emitter
     with emitter.body() as (block, flow):
@@ -210,7 +210,7 @@ def _lower_body(
         statements.run(node.body, inner)
         statements.reads.carried.subtract(kinds.keys())
         emitter.bound -= set(loop.variables.values())
-    return _Body(block, flow, inner, item, index)
+    return _LoweredBody(block, flow, inner, item, index)
 
 
 def _kind_in_round(kind: Kind, is_unknown: bool) -> Kind:
@@ -227,7 +227,7 @@ def _value_after(inner: NameScope, name: str, loop: _Loop) -> Value:
 
 
 def _add_loop(
-    emitter: Emitter, loop: _Loop, body: _Body, carry: dict[str, tuple[Any, Any]]
+    emitter: Emitter, loop: _Loop, body: _LoweredBody, carry: dict[str, tuple[Any, Any]]
 ) -> None:
     stop = body.scope.bindings[BREAK]
     assert isinstance(stop, Value)
