@@ -15,6 +15,7 @@ map of a queue, once one of its items fits; maps with a reader go before all oth
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -68,23 +69,30 @@ class _MapQueue:
         self.is_blocked = False
         """Whether the first map waits until several items fit."""
         self._num_left = 0
-        """Maps that get items before the free quota is divided again."""
+        """Maps at the front of the queue that still have to get the share of this round."""
         self._share = 0
+        """Calls that each map of the round may add."""
 
-    def next_share(self, num_free: int) -> int:
-        """Return the calls that the first map may add: of each map of a round the same number."""
+    def share_of_first(self, num_free: int) -> int:
+        """Return the calls that the first map may add; divide the free quota if a round begins."""
         if self._num_left == 0:
             self._num_left = len(self.maps)
             self._share = num_free // self._num_left
-        self._num_left -= 1
         return min(self._share, num_free)
 
     def end_round(self) -> None:
         """Divide the free quota again before the first map gets items."""
         self._num_left = 0
 
+    def pop(self) -> QuotaWaiter:
+        """Remove the first map, from the round as well."""
+        self._num_left = max(0, self._num_left - 1)
+        return self.maps.popleft()
+
     def prune(self) -> None:
-        """Remove maps that are gone."""
+        """Remove maps that are gone, from the round as well."""
+        first = itertools.islice(self.maps, self._num_left)
+        self._num_left = sum(not waiter.is_gone for waiter in first)
         self.maps = deque(waiter for waiter in self.maps if not waiter.is_gone)
 
 
@@ -202,8 +210,8 @@ class CallQuota:
         queue = self._next_queue()
         if queue is None:
             return
-        share = queue.next_share(self._num_free(queue))
-        waiter = queue.maps.popleft()
+        share = queue.share_of_first(self._num_free(queue))
+        waiter = queue.pop()
         try:
             if _admit(waiter, share):
                 self._queue_of(waiter).maps.append(waiter)
@@ -215,15 +223,14 @@ class CallQuota:
 
         Maps without a reader wait for all maps with one.
         """
-        background = self._in_background.maps
-        while background and not background[0].is_background:  # its reader came later
-            self._with_reader.maps.append(background.popleft())
+        background = self._in_background
+        while background.maps and not background.maps[0].is_background:  # its reader came later
+            self._with_reader.maps.append(background.pop())
         for queue in (self._with_reader, self._in_background):
             while queue.maps and queue.maps[0].is_gone:
-                queue.maps.popleft()
+                queue.pop()
             if not queue.maps:
                 queue.is_blocked = False
-                queue.end_round()
                 continue
             num_needed = min(queue.limit * MIN_FREE_SHARE, queue.maps[0].num_waiting_calls)
             if queue.is_blocked and self._num_free(queue) < num_needed:

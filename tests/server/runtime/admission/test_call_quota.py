@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -52,12 +53,14 @@ class Wide:
     is_background: bool = True
     is_gone: bool = False
     log: list[tuple[str, int]] = field(default_factory=list)
+    on_admit: Callable[[], None] = lambda: None
 
     @property
     def num_waiting_calls(self) -> int:
         return self.num_items * self.num_calls
 
     def admit(self, num_items: int) -> bool:
+        self.on_admit()
         num_items = min(num_items, self.num_items)
         self.num_items -= num_items
         self.log.append((self.name, num_items))
@@ -205,6 +208,29 @@ async def test_maps_share_calls_that_end_together(num_maps: int, ended: list[int
         await turns()
         admitted = [wide.num_items for wide in maps]
         assert max(admitted) - min(admitted) <= 1
+
+
+@pytest.mark.parametrize("is_pruned", [False, True])
+async def test_a_map_that_is_gone_leaves_its_share_to_all(is_pruned: bool) -> None:
+    crowd = Crowd(64)
+    crowd.open("others", 48)
+    maps = {name: Wide(name, crowd) for name in "abcd"}
+
+    def end_second() -> None:
+        maps["b"].is_gone = True
+        if is_pruned:
+            for number in range(4):
+                crowd.open(str(number), 0)
+                crowd.leave(str(number))
+
+    maps["a"].on_admit = end_second
+    for wide in maps.values():
+        crowd.quota.request(wide)
+    crowd.open("others", -40)
+    await turns()
+    admitted = [1_000 - maps[name].num_items for name in "acd"]
+    assert sum(admitted) == 40
+    assert max(admitted) - min(admitted) <= 1
 
 
 async def test_first_waiter_is_not_overtaken() -> None:
