@@ -201,16 +201,16 @@ def _lower_body(
         item = emitter.unique(loop.item)
         emitter.bound.add(item)
         inner.bind(loop.item, var(item))
-        index = None
+        counter = None
         if loop.counter is not None:
-            index = emitter.unique(loop.counter)
-            emitter.bound.add(index)
-            inner.bind(loop.counter, var(index, "number"))
+            counter = emitter.unique(loop.counter)
+            emitter.bound.add(counter)
+            inner.bind(loop.counter, var(counter, "number"))
         statements.reads.carried.update(kinds.keys())
         statements.run(node.body, inner)
         statements.reads.carried.subtract(kinds.keys())
         emitter.bound -= set(loop.variables.values())
-    return _LoweredBody(block, flow, inner, item, index)
+    return _LoweredBody(block, flow, inner, item, counter)
 
 
 def _kind_in_round(kind: Kind, is_unknown: bool) -> Kind:

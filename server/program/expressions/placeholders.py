@@ -90,8 +90,8 @@ def parse_prompt(text: str, output: Output | UnsetType) -> TextPrompt:
     """Return the segments of a prompt that is one text.
 
     Raises:
-        ValueError: if `split_placeholders` raises it, if there is no output, or if `text` names the
-            output twice.
+        ValueError: if there is no output, if `text` names the output twice, or for the reasons of
+            `split_placeholders`.
     """
     if output is UNSET:
         raise ValueError(

@@ -81,8 +81,7 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
         slots: list[Slot] = []
         written: set[str] = set()
         for index, (path, segment) in enumerate(zip(segment_paths(prompt), prompt, strict=True)):
-            has_name = segment.input is not UNSET or segment.output is not UNSET
-            name_path = variable_path(prompt, index) if has_name else path
+            name_path = variable_path(prompt, index)
             if segment.output is UNSET:
                 _check_segment(segment, path, name_path, inputs)
                 continue
